@@ -89,7 +89,7 @@ def shapes_of(options: RunOptions) -> str:
 def rows_of(configurations: Mapping[str, RunOptions]) -> dict[str, Row]:
     """The rows of configurations with the same shapes."""
     options = next(iter(configurations.values()))
-    objective = create_objective(options.train)
+    objective = create_objective(options)
     plan = make_plan(options, 1, objective.gradient_steps)
     pieces = generator.measure_pieces(options, plan, objective)
     return {name: row_of(options, plan, pieces) for name, options in configurations.items()}

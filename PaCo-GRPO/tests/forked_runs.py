@@ -81,7 +81,7 @@ FAULTS = {
     "not finite": (Updater, "_micro_batches", 2, lose_log_probs),
     "old log-probability": (Objective, "first_deviation", 1, out_of_memory),
     "bad image": (Sampler, "load", 2, read_bad_image),
-    "group weights": (Dgpo, "error_change", 1, out_of_memory),
+    "group weights": (Dgpo, "measure", 1, out_of_memory),
 }
 
 

@@ -11,6 +11,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from paco_grpo.objectives import MicroBatch
+from paco_grpo.objectives.groups import measure_samples, set_group_values
 from paco_grpo.objectives.noised import Noised
 from paco_grpo.policies.base import Policy
 from paco_grpo.sampling.denoise import Draws, Sampling, rollout
@@ -124,8 +125,8 @@ def numpy_step(x, v, sigma, following, first, a, kind="flow_sde"):
     return mean, s, s * np.sqrt(-dt)
 
 
-def set_group_weights(objective, steps, policy):
-    """What ``prepare`` of dgpo does, in the precision of the advantages."""
+def compare_groups(objective, steps, policy):
+    """What the trainer does before an optimizer step, in the precision of the advantages."""
     micro_batch = MicroBatch(
         samples=steps[0].rollout.split(),
         positions=np.arange(len(steps[0].rollout)),
@@ -134,9 +135,11 @@ def set_group_weights(objective, steps, policy):
         weight=1.0,
         epoch_seed=steps[0].epoch_seed,
     )
-    objective.prepare([micro_batch], objective.measure([micro_batch], policy))
-    for step, weights in zip(steps, micro_batch.group_weights, strict=True):
-        step.group_weights = weights.to(step.advantages.dtype)
+    samples = measure_samples(objective, [micro_batch], policy)
+    set_group_values(objective, [micro_batch], samples)
+    for step, whole in zip(steps, micro_batch.build_steps(), strict=True):
+        step.group = {name: row.to(step.advantages.dtype) for name, row in whole.group.items()}
+        step.frozen = whole.frozen
 
 
 def joint_dgpo(step, policy, train):

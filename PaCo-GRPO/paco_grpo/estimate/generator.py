@@ -18,7 +18,7 @@ from paco_grpo.data.sets import has_references, load_items, prompt_sets
 from paco_grpo.distributed import Strategy, blocks_of, gathered_dtype
 from paco_grpo.estimate import fake_device
 from paco_grpo.estimate.fake_device import FakeDevice, Measured, fake_cpu, measured
-from paco_grpo.objectives import Objective, Step, create_objective
+from paco_grpo.objectives import Group, Objective, Step, create_objective
 from paco_grpo.options import RunOptions
 from paco_grpo.policies import POLICIES
 from paco_grpo.policies.adapters import add_adapters
@@ -26,7 +26,7 @@ from paco_grpo.policies.diffusers_policy import DiffusersPolicy
 from paco_grpo.policies.loading import needed_length, policy_settings
 from paco_grpo.policies.lora import lora_parameters
 from paco_grpo.policies.memory import quantizable
-from paco_grpo.sampling.denoise import Draws, Sampling, rollout, sample_noise_steps
+from paco_grpo.sampling.denoise import Draws, Sampling, rollout
 from paco_grpo.training.state import Plan, make_plan
 from paco_grpo.types import Conditioning, Item, Rollout
 
@@ -92,7 +92,7 @@ class Pieces:
 
 def estimate(options: RunOptions, name: str, processes: int, gpu_bytes: float) -> Estimate:
     """What each of ``processes`` GPUs does in an epoch, and what it holds of ``gpu_bytes``."""
-    objective = create_objective(options.train)
+    objective = create_objective(options)
     plan = make_plan(options, processes, objective.gradient_steps)
     pieces = measure_pieces(options, plan, objective)
     title = (
@@ -137,15 +137,14 @@ def measure_pieces(options: RunOptions, plan: Plan, objective: Objective) -> Pie
             test.batch_size,
             Sampling(num_steps=2),
         )
-        record, forwards = epoch_record(policy, options, training.encode.result, item, batch)
+        record, forwards = epoch_record(policy, objective, training.encode.result, item, batch)
         steps = objective.steps(record, np.random.default_rng(0))
         micro_batch = min(options.train.batch_size, plan.samples_per_process)
         step = one_step(record, steps[0], micro_batch)
         for parameter in policy.transformer.parameters():
             if parameter.requires_grad:  # gradients are counted apart
                 parameter.grad = torch.zeros_like(parameter)
-        first_pass = getattr(objective, "error_change", lambda step, policy: None)
-        before_update = measured(device, lambda: first_pass(step, policy))
+        before_update = measured(device, lambda: compare(objective, step, policy))
         update = measured(device, lambda: objective.loss(step, policy).loss.sum().backward())
     return Pieces(
         policy, tokens, training, evaluation, record, forwards, steps, before_update, update
@@ -160,10 +159,11 @@ def build_policy(options: RunOptions, device: FakeDevice, on: str) -> DiffusersP
     policy = policy_class(pipeline, settings)
     # The shapes of an adapter to start from are those of a new one.
     train = dataclasses.replace(options.train, lora_path=None)
-    objective = create_objective(train)
+    options = dataclasses.replace(options, train=train)
+    objective = create_objective(options)
     with torch.device("meta"):
         names = [snapshot.name for snapshot in objective.snapshots]
-        add_adapters(policy, dataclasses.replace(options, train=train), names)
+        add_adapters(policy, options, names)
     for module in (policy.transformer, policy.pipeline.vae, *policy.text_encoders()):
         fake_device.place(module, device, on)
     policy.device = torch.device(on)
@@ -220,16 +220,16 @@ def _edits(policy: DiffusersPolicy, options: RunOptions) -> bool:
 
 
 def epoch_record(
-    policy: DiffusersPolicy, options: RunOptions, text: Conditioning, item: Item, count: int
+    policy: DiffusersPolicy, objective: Objective, text: Conditioning, item: Item, count: int
 ) -> tuple[Rollout, int]:
     """A batch of an epoch, sampled without the transformer, and its number of forwards.
 
     Steps that images of one initial noise share count for each of them.
     """
-    sample = options.sample
+    sample = objective.options.sample
     sampling = Sampling(
         num_steps=sample.num_steps,
-        noise_steps=sample_noise_steps(sample.noise_steps, sample.num_noise_steps, 0, 0),
+        noise_steps=objective.noise_steps(epoch=0),
         noise_level=sample.noise_level,
         transition=sample.transition,
         tail_steps=sample.tail_steps,
@@ -245,7 +245,17 @@ def one_step(sampled: Rollout, index: int, count: int) -> Step:
     """A training step of ``count`` samples at position ``index`` of the schedule."""
     trained = sampled.select([0] * count)
     ones = torch.ones(count, device=trained.clean_latents.device)
-    return Step(trained, index, ones, group_weights=ones)
+    return Step(trained, index, ones)
+
+
+@torch.no_grad()
+def compare(objective: Objective, step: Step, policy: DiffusersPolicy) -> None:
+    """Measure what an objective compares within groups, and give the step what its loss needs."""
+    if not objective.whole_groups:
+        return
+    measures = {name: np.zeros((2, 1)) for name in objective.measure(step, policy)}
+    values = objective.per_group(Group(0, np.array([-1.0, 1.0]), measures))
+    step.group = dict.fromkeys(values, step.advantages)
 
 
 # --- FLOPs ----------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from paco_grpo.objectives.base import (
     OBJECTIVES,
+    Group,
     LossOutput,
     MicroBatch,
     Objective,
@@ -15,6 +16,7 @@ from paco_grpo.sampling.denoise import transition
 
 __all__ = [
     "OBJECTIVES",
+    "Group",
     "LossOutput",
     "MicroBatch",
     "Objective",

@@ -15,7 +15,7 @@ from typing_extensions import override
 from paco_grpo.objectives.base import LossOutput, Snapshot, Step, mean_square
 from paco_grpo.objectives.noised import Noised, NoisedObjective
 from paco_grpo.objectives.ppo import clipped_loss
-from paco_grpo.options.schema import TrainOptions
+from paco_grpo.options.schema import RunOptions
 from paco_grpo.policies.base import Policy
 
 # Of the generalized Huber weighting.
@@ -34,8 +34,9 @@ class Awm(NoisedObjective):
 
     default_sigmas = 6
 
-    def __init__(self, train: TrainOptions) -> None:
-        super().__init__(train)
+    def __init__(self, options: RunOptions) -> None:
+        super().__init__(options)
+        train = options.train
         updates = (train.gradient_step_per_epoch or self.gradient_steps) * train.num_inner_epochs
         self.on_policy = updates == 1  # then log p_old is log p itself and needs no forward
         if not self.on_policy:

@@ -12,8 +12,8 @@ backpropagates at once, so only one step's activations exist at a time.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ import torch
 from typing_extensions import override
 
 from paco_grpo.names import find_function
-from paco_grpo.options.schema import RunOptions, TrainOptions
+from paco_grpo.options.schema import RunOptions
 from paco_grpo.policies import lora
 from paco_grpo.policies.base import Policy
 from paco_grpo.sampling.denoise import Transition, transition
@@ -55,9 +55,13 @@ class Step:
     index: int  # position in rollout.sigmas
     advantages: torch.Tensor  # (B,) float32, clipped to ±adv_clip_max
     weight: float = 1.0  # of each sample in the update: 1 / (kept samples · steps), 0 for a dummy
-    group_weights: torch.Tensor | None = None  # (B,) float32, set by ``Objective.prepare``
+    # What ``Objective.per_group`` returns, by its name, (B,) float32; 1 for a dummy.
+    group: Mapping[str, torch.Tensor] = field(default_factory=dict)
     epoch_seed: int = 0  # ≥ 0, from seed, epoch and inner epoch, for noise that samples share
     inner_epoch: int = 0  # passes over the samples before this one, for each sample's own noise
+    # Velocities (B, L, C) without gradient that ``Noised`` has computed. ``loss`` finds those of
+    # ``Objective.measure`` here.
+    frozen: dict[Hashable, torch.Tensor] = field(default_factory=dict)
 
     @property
     def sigma(self) -> torch.Tensor:
@@ -88,7 +92,8 @@ class MicroBatch:
     epoch_seed: int = 0  # as in ``Step``
     inner_epoch: int = 0  # as in ``Step``
     is_dummy: bool = False
-    group_weights: torch.Tensor | None = None  # (steps, B) float32, set by ``Objective.prepare``
+    group: Mapping[str, torch.Tensor] = field(default_factory=dict)  # (steps, B), as in ``Step``
+    frozen: Sequence[Mapping[Hashable, torch.Tensor]] = ()  # of each step, as in ``Step``
 
     def build_steps(self) -> list[Step]:
         """The steps of the schedule to train on.
@@ -105,10 +110,20 @@ class MicroBatch:
             step = Step(rollout, index, to_device(advantages, device), weight)
             step.epoch_seed = self.epoch_seed
             step.inner_epoch = self.inner_epoch
-            if self.group_weights is not None:
-                step.group_weights = to_device(self.group_weights[row], device)
+            step.group = {name: to_device(rows[row], device) for name, rows in self.group.items()}
+            if self.frozen:
+                step.frozen = dict(self.frozen[row])
             steps.append(step)
         return steps
+
+
+@dataclass(frozen=True)
+class Group:
+    """The trained images of one item in an optimizer step, over all processes: K of them."""
+
+    item_id: int
+    advantages: np.ndarray  # (K,) float64, clipped to ±adv_clip_max
+    measured: Mapping[str, np.ndarray]  # what ``Objective.measure`` returns, (K, steps) float64
 
 
 @dataclass(frozen=True)
@@ -128,7 +143,11 @@ class Snapshot:
 
 
 class Objective:
-    """A loss and what it needs; one instance per run. Subclasses define ``loss``.
+    """A loss, and what it needs of sampling and training; one instance per run.
+
+    Subclasses define ``loss``. What they override decides how images are sampled
+    (``noise_steps``), which of them are trained (``keep``) and what a group's images know of each
+    other (``whole_groups``, ``measure``, ``per_group``).
 
     Attributes:
         needs_noise_steps: The loss recomputes recorded noise steps. False: clean latents suffice,
@@ -136,7 +155,9 @@ class Objective:
         gradient_steps: Parts (one optimizer step each) of a pass over the samples, unless
             ``train.gradient_step_per_epoch`` is set. For several steps on the same samples, set
             ``train.num_inner_epochs``.
-        whole_groups: The samples of a group are never split over optimizer steps.
+        whole_groups: The samples of a group are never split over optimizer steps, and ``measure``
+            and ``per_group`` are called.
+        options: All options of the run.
         train: ``options.train``.
         snapshots: Copies of the LoRA that the trainer keeps for the loss, decided in ``__init__``.
     """
@@ -145,8 +166,9 @@ class Objective:
     gradient_steps = 2
     whole_groups = False
 
-    def __init__(self, train: TrainOptions) -> None:
-        self.train = train
+    def __init__(self, options: RunOptions) -> None:
+        self.options = options
+        self.train = options.train
         self.snapshots: tuple[Snapshot, ...] = ()
 
     @classmethod
@@ -174,6 +196,42 @@ class Objective:
                 "the sampled noise steps are trained"
             )
 
+    def noise_steps(self, epoch: int) -> Sequence[int]:
+        """The steps of the schedule that get noise in ``epoch``, the first being 0.
+
+        All of ``sample.noise_steps``, or ``num_noise_steps`` of them: drawn at random or, with
+        ``window_epochs``, neighbors that move on by ``window_stride`` until they are the last ones
+        (MixGRPO, arXiv 2507.21802).
+        """
+        sample = self.options.sample
+        candidates = sorted(set(sample.noise_steps))
+        count = sample.num_noise_steps
+        if count is None:
+            return candidates
+        if sample.window_epochs is not None:
+            moved = epoch // sample.window_epochs * sample.window_stride
+            first = min(moved, len(candidates) - count)
+            return candidates[first : first + count]
+        rng = np.random.default_rng([self.options.seed, epoch])
+        return sorted(rng.choice(candidates, size=count, replace=False).tolist())
+
+    def keep(self, advantages: np.ndarray, item_ids: np.ndarray) -> np.ndarray:
+        """Which of an epoch's images are trained, (n,) bool: here all.
+
+        Only these have forwards and count in the means of losses and metrics.
+
+        Args:
+            advantages: (n,) float64 of the images of all processes, without those that have none;
+                not clipped.
+            item_ids: (n,) images with equal ids are a group.
+        """
+        return np.ones(len(advantages), bool)
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether ``keep`` is the one of this class."""
+        return type(self).keep is Objective.keep
+
     def steps(self, rollout: Rollout, rng: np.random.Generator) -> Sequence[int]:
         """Positions of the schedule to train on: the noise steps that ``train.timesteps`` allows.
 
@@ -185,17 +243,19 @@ class Objective:
             return recorded
         return [index for index in recorded if index in self.train.timesteps]
 
-    def measure(self, micro_batches: Sequence[MicroBatch], policy: Policy) -> list[Any]:
-        """What ``prepare`` needs of this process's samples, for objectives that compare samples.
+    def measure(self, step: Step, policy: Policy) -> Mapping[str, torch.Tensor]:
+        """Numbers (B,) of each sample that ``per_group`` needs, by name; called without gradient.
 
-        Called before each optimizer step with all its micro-batches on this process. Gradients are
-        enabled: use ``torch.no_grad()`` for forwards. Every process calls it with equally many
-        micro-batches where a forward is a collective operation.
+        Each optimizer step begins with it, for all samples and trained steps.
         """
-        return []
+        return {}
 
-    def prepare(self, micro_batches: Sequence[MicroBatch], measured: Sequence[Any]) -> None:
-        """Set ``MicroBatch.group_weights``, from what all processes have ``measured``."""
+    def per_group(self, group: Group) -> Mapping[str, np.ndarray]:
+        """What each of a group's K samples gets, by its name in ``Step.group``.
+
+        (K, steps), or (K,) for all steps. Every process calls it for every group.
+        """
+        return {}
 
     def loss(self, step: Step, policy: Policy) -> LossOutput:
         """The loss and metrics of each sample at one step of the schedule, (B,) each."""
@@ -241,8 +301,8 @@ def reference_kl(step: Step, policy: Policy, trained: Transition) -> torch.Tenso
 def get_objective(name: str) -> type[Objective]:
     """The class of the objective called ``name``, or of ``package.module:name``.
 
-    That may also be a function (step, policy, ``options.train``, …) → ``LossOutput``, which becomes
-    the ``loss`` of a class with the default attributes.
+    That may also be a function (step, policy, options, …) → ``LossOutput``, which becomes the
+    ``loss`` of a class with the default attributes.
 
     Raises:
         ValueError: The name is unknown, or cannot be imported.
@@ -256,28 +316,29 @@ def get_objective(name: str) -> type[Objective]:
     return _objective_of(imported)
 
 
-def create_objective(train: TrainOptions) -> Objective:
+def create_objective(options: RunOptions) -> Objective:
     """The objective ``train.loss_type`` with the arguments ``train.loss_kwargs``.
 
     Raises:
         ValueError: There is none of this name, or it takes other arguments.
     """
+    train = options.train
     objective_class = get_objective(train.loss_type)
     try:
-        return objective_class(train, **train.loss_kwargs)
+        return objective_class(options, **train.loss_kwargs)
     except TypeError as error:
         raise ValueError(f"config.train.loss_kwargs={train.loss_kwargs}: {error}") from error
 
 
 def _objective_of(function: Callable[..., LossOutput]) -> type[Objective]:
     class FunctionObjective(Objective):
-        def __init__(self, train: TrainOptions, **arguments: Any) -> None:
-            super().__init__(train)
-            inspect.signature(function).bind("step", "policy", train, **arguments)
+        def __init__(self, options: RunOptions, **arguments: Any) -> None:
+            super().__init__(options)
+            inspect.signature(function).bind("step", "policy", options, **arguments)
             self.arguments = arguments
 
         @override
         def loss(self, step: Step, policy: Policy) -> LossOutput:
-            return function(step, policy, self.train, **self.arguments)
+            return function(step, policy, self.options, **self.arguments)
 
     return FunctionObjective

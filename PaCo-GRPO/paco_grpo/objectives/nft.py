@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from paco_grpo.objectives.base import LossOutput, Snapshot, Step, mean_square
 from paco_grpo.objectives.noised import Noised, NoisedObjective
-from paco_grpo.options.schema import TrainOptions
+from paco_grpo.options.schema import RunOptions
 from paco_grpo.policies.base import Policy
 
 # train.decay_type → (flat, rate, hold) of the old policy; with 0 it follows at once
@@ -32,8 +32,8 @@ class Nft(NoisedObjective):
     (mean (v − v_old)²) and, with a KL weight, kl.
     """
 
-    def __init__(self, train: TrainOptions) -> None:
-        super().__init__(train)
+    def __init__(self, options: RunOptions) -> None:
+        super().__init__(options)
         self.snapshots = (Snapshot("old", self.old_decay, samples_from=0),)
 
     def old_decay(self, step: int) -> float:

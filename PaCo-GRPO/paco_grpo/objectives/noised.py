@@ -1,7 +1,7 @@
 """What the objectives on the forward process (nft, awm, dgpo) share: σ, x_σ and velocities."""
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
+from contextlib import AbstractContextManager
 from itertools import pairwise
 
 import numpy as np
@@ -95,23 +95,31 @@ class Noised:
         self.target = noise - clean
         self._policy = policy
         self._step = step
+        self._shared = shared
 
     def velocity(self, snapshot: str | None = None) -> torch.Tensor:
-        """v (B, L, C) of the trained weights, or, without gradient, of a snapshot."""
+        """v (B, L, C) of the trained weights, or, without gradient, of another adapter."""
         if snapshot is None:
             return self._predict()
-        with torch.no_grad(), lora.using_adapter(self._policy, snapshot):
-            return self._predict()
+        return self._frozen(snapshot, lora.using_adapter(self._policy, snapshot))
 
-    @cached_property
+    @property
     def reference(self) -> torch.Tensor:
         """v (B, L, C) of the reference policy, without gradient."""
-        with torch.no_grad(), lora.reference_weights(self._policy):
-            return self._predict()
+        return self._frozen("the reference", lora.reference_weights(self._policy))
 
     def error(self, velocity: torch.Tensor) -> torch.Tensor:
         """Matching error e (B,) = mean((v − u)²)."""
         return mean_square(velocity - self.target)
+
+    def _frozen(self, name: str, weights: AbstractContextManager[None]) -> torch.Tensor:
+        """v by other weights, unless this step has them already, at the same latents."""
+        frozen = self._step.frozen
+        key = name, self._shared
+        if key not in frozen:
+            with torch.no_grad(), weights:
+                frozen[key] = self._predict()
+        return frozen[key]
 
     def _predict(self) -> torch.Tensor:
         rollout = self._step.rollout

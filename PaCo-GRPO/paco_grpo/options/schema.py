@@ -84,6 +84,10 @@ class SampleOptions:
     num_noise_steps: Amount | None = option(
         None, "number of noise steps drawn at random each epoch; None: all"
     )
+    window_epochs: Amount | None = beyond_paper(
+        None, "epochs in which num_noise_steps neighbors are the noise steps; None: drawn"
+    )
+    window_stride: Amount = beyond_paper(1, "noise steps that the window of neighbors moves on")
     noise_level: NonNegative = option(0.7, "noise level a")
     transition: str = beyond_paper(
         "flow_sde", "noise step: flow_sde, cps, dance_sde or package.module:function"

@@ -81,22 +81,6 @@ class Draws:
     initial_seeds: Sequence[int] | None = None
 
 
-def sample_noise_steps(
-    noise_steps: Sequence[int], num_noise_steps: int | None, seed: int, epoch: int
-) -> tuple[int, ...]:
-    """The noise steps of one epoch, ascending.
-
-    All of ``noise_steps``, or some of them (MixGRPO, arXiv 2507.21802).
-    """
-    candidates = sorted(set(noise_steps))
-    if num_noise_steps is None:
-        return tuple(candidates)
-    chosen = np.random.default_rng([seed, epoch]).choice(
-        candidates, size=num_noise_steps, replace=False
-    )
-    return tuple(int(step) for step in sorted(chosen))
-
-
 @torch.no_grad()
 def rollout(
     policy: Policy, conditioning: Conditioning, draws: Draws, sampling: Sampling

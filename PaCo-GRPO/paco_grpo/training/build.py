@@ -20,7 +20,7 @@ from paco_grpo.distributed import Strategy, main_decides, start_processes
 from paco_grpo.evaluation.evaluate import log_repeats
 from paco_grpo.monitoring.health import ReferenceProbe
 from paco_grpo.monitoring.trackers import MetricsFile, Tracker
-from paco_grpo.objectives import Objective
+from paco_grpo.objectives import create_objective
 from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.options.parse import options_to_dict, options_to_yaml
 from paco_grpo.options.schema import TrainOptions
@@ -53,7 +53,7 @@ def build_run(options: RunOptions, configuration_name: str = "run") -> Run:
     Raises:
         UserError: The run cannot begin; the message says why.
     """
-    objective = checks.check_run(options)
+    checks.check_run(options)
     strategy = start_processes(options)
     checks.warn_of_small_gpu(options, strategy.accelerator.device)
     name = options.run_name or f"{configuration_name}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -62,7 +62,7 @@ def build_run(options: RunOptions, configuration_name: str = "run") -> Run:
     with contextlib.ExitStack() as claim:  # without an error, ``Run.close`` ends it
         main_decides(strategy.accelerator, lambda: claim_folder(folder, claim))
         try:
-            run = _build(options, name, objective, strategy, folder, claim)
+            run = _build(options, name, strategy, folder, claim)
         except torch.OutOfMemoryError as error:
             raise ConfigError(checks.out_of_memory(options, error)) from error
         run.claim = claim.pop_all()
@@ -87,7 +87,6 @@ def claim_folder(folder: Path, claim: contextlib.ExitStack) -> None:
 def _build(
     options: RunOptions,
     run_name: str,
-    objective: Objective,
     strategy: Strategy,
     folder: Path,
     claim: contextlib.ExitStack,
@@ -100,6 +99,7 @@ def _build(
     train_items = load_items(sets, "train")
     test_items = load_items(sets, "test")
     options = resolve(options, [*train_items, *test_items], run_name)
+    objective = create_objective(options)
 
     # An earlier run, readable images, rewards that have answered, and the tracker.
     items = {"train": train_items, "test": test_items}
@@ -172,7 +172,7 @@ def _build(
         rewards=rewards,
         set_rewards=set_rewards,
         state=state,
-        sampler=Sampler(state, groups, train_items, options, plan.sample_batch_size),
+        sampler=Sampler(state, groups, train_items, options, objective, plan.sample_batch_size),
         updater=Updater(state, objective, options, plan.gradient_steps),
         checkpoints=Checkpoints(folder, options, state),
         probe=ReferenceProbe(policy, probe_items, options) if probe_items else None,

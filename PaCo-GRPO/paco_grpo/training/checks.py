@@ -32,11 +32,8 @@ _ADDRESS = ("server", "base_url", "host", "port")  # arguments of rewards
 FEW_STEPS = 8  # the most steps that a model distilled to few steps takes
 
 
-def check_run(options: RunOptions) -> Objective:
-    """Refuse options that contradict each other, the objective, the rewards or the model.
-
-    Returns the objective.
-    """
+def check_run(options: RunOptions) -> None:
+    """Refuse options that contradict each other, the objective, the rewards or the model."""
     train = options.train
     problems = contradictions(options)
     for name in ("train.use_8bit_adam", "pretrained.quantize"):
@@ -53,7 +50,7 @@ def check_run(options: RunOptions) -> Objective:
     try:
         describe(train.aggregate_fn)
         problems += get_objective(train.loss_type).check(options)
-        objective = create_objective(train)
+        objective = create_objective(options)
     except ValueError as error:
         problems.append(str(error).removeprefix("config."))
     if objective and objective.snapshots and not options.use_lora:
@@ -71,7 +68,6 @@ def check_run(options: RunOptions) -> Objective:
         find_lora(train.lora_path)
     for warning in questionable(options, objective):
         logger.warning("config.%s", warning)
-    return objective
 
 
 def questionable(options: RunOptions, objective: Objective) -> list[str]:
@@ -188,6 +184,11 @@ def contradictions(options: RunOptions) -> list[str]:
         problems.append(
             f"sample.num_noise_steps={sample.num_noise_steps} is more than the {distinct} steps of "
             "sample.noise_steps"
+        )
+    if sample.window_epochs is not None and sample.num_noise_steps is None:
+        problems.append(
+            f"sample.window_epochs={sample.window_epochs} needs sample.num_noise_steps, the "
+            "length of the window"
         )
     if train.timesteps == ():
         problems.append("train.timesteps is empty; None trains on every noise step")

@@ -23,6 +23,8 @@ _BOUND = (
     "seed",
     "pretrained.model",
     "sample.transition",
+    "sample.window_epochs",
+    "sample.window_stride",
     "use_lora",
     "train.loss_type",
     "train.loss_kwargs",

@@ -12,8 +12,9 @@ import torch
 from PIL import Image
 
 from paco_grpo.distributed import Shares
-from paco_grpo.options import RunOptions
-from paco_grpo.sampling.denoise import Draws, Sampling, rollout, sample_noise_steps
+from paco_grpo.objectives import Objective
+from paco_grpo.options import ConfigError, RunOptions
+from paco_grpo.sampling.denoise import Draws, Sampling, rollout
 from paco_grpo.sampling.images import Batch, at_size, batches_by_key, decode
 from paco_grpo.training.state import TrainState, merges_lora
 from paco_grpo.types import Conditioning, Item, NoiseStep, Rollout, Stream
@@ -137,6 +138,7 @@ class Sampler:
     groups: GroupSampler
     items: Sequence[Item]  # of all prompt sets
     options: RunOptions
+    objective: Objective
     batch_size: int  # images per forward
 
     def load(self) -> dict[int, Item]:
@@ -196,9 +198,7 @@ class Sampler:
 
         sampling = Sampling(
             num_steps=sample.num_steps,
-            noise_steps=sample_noise_steps(
-                sample.noise_steps, sample.num_noise_steps, options.seed, state.epoch
-            ),
+            noise_steps=self._noise_steps(),
             noise_level=sample.noise_level,
             transition=sample.transition,
             merge_lora=merges_lora(options, policy.device),
@@ -231,6 +231,19 @@ class Sampler:
                 samples[number] = dataclasses.replace(part, conditioning=conditioning_of[item_id])
         in_order = [samples[number] for number in range(len(item_ids))]
         return Rollouts(epoch_samples.item_ids, shares, in_order, keys, finite)
+
+    def _noise_steps(self) -> list[int]:
+        """Those of the current epoch, ascending; raises ConfigError if they cannot be trained."""
+        epoch = self.state.epoch
+        steps = sorted(set(self.objective.noise_steps(epoch)))
+        schedule = range(self.options.sample.num_steps)
+        too_few = self.objective.needs_noise_steps and not steps
+        if too_few or not set(steps).issubset(schedule):
+            raise ConfigError(
+                f"config.train.loss_type={self.options.train.loss_type!r}: noise_steps({epoch}) "
+                f"returns {steps}; it must return some of the steps 0 to {schedule[-1]}"
+            )
+        return steps
 
 
 def with_zeros(rollout: Rollout) -> Rollout:

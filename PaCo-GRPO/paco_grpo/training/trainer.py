@@ -33,6 +33,8 @@ from paco_grpo.types import Item
 
 logger = logging.getLogger(__name__)
 
+_IDLE_EPOCHS = 10
+
 
 class Trainer:
     """One run, from its first epoch or from a checkpoint to its end.
@@ -48,6 +50,7 @@ class Trainer:
         self.signals = StopSignal()
         self.evaluations = Evaluations(run, self._signaled)
         self.epochs_begun = 0  # by this process, since it was started
+        self.idle_epochs = 0  # the last ones, in which no image was trained
         # Of the current epoch:
         self.seconds: dict[str, float] = defaultdict(float)  # by phase
         self.started = 0.0
@@ -65,10 +68,12 @@ class Trainer:
             rollouts = self._sample(queue)
             with self._timed("train"):
                 # This needs no scores, so it is done while the last images are scored.
-                run.updater.recompute_old_log_probs(rollouts)
+                if run.objective.keeps_all:
+                    run.updater.recompute_old_log_probs(rollouts)
             scores = self._scores(queue)
         run.references.finish(self._signaled)  # a bad image is found before the first update
         result = self._advantages(scores, rollouts)
+        steps_before = self.state.optimizer_steps
         with self._timed("train"):
             losses = run.updater.update(
                 rollouts, result.advantages, result.kept, self.state.epoch, self._signaled
@@ -84,6 +89,7 @@ class Trainer:
             groups = [prompt_set.metrics for prompt_set in run.prompt_sets]
             metrics |= set_metrics(columns, list(scores), datasets, groups)
         self._log_epoch(metrics)
+        self._require_training(has_trained=self.state.optimizer_steps > steps_before)
 
     def fit(self) -> None:
         """Run to the end, or to a ``TrainingStopped``: a signal, missing rewards, a NaN."""
@@ -269,6 +275,16 @@ class Trainer:
                 f"config.train.stop_on_collapse: after epoch {epoch}, {why}. An earlier checkpoint "
                 "may be better"
             )
+
+    def _require_training(self, has_trained: bool) -> None:
+        """Warn of an epoch in which no image was trained, and stop after ``_IDLE_EPOCHS``."""
+        self.idle_epochs = 0 if has_trained else self.idle_epochs + 1
+        if has_trained:
+            return
+        why = f"config.train.loss_type={self.options.train.loss_type!r} has kept no image"
+        logger.warning("in epoch %d, %s: no optimizer step", self.state.epoch, why)
+        if self.idle_epochs == _IDLE_EPOCHS:
+            raise StopTraining(f"in {_IDLE_EPOCHS} epochs, {why}")
 
     def _seconds_left(self) -> float:
         """Estimated from the epochs so far."""

@@ -7,6 +7,8 @@ each with its own loss and backward.
 From the old log-probabilities to the optimizer step: ``sampling.denoise.rollout`` records them, and
 ``recompute_old_log_probs`` replaces them where they would be too far off, as usual in bf16; then
 ``update``, the ``loss`` of the objective (ratio, clip, KL), ``_optimizer_step``.
+
+The objective may leave images out (``keep``) and compare those of a group (``objectives.groups``).
 """
 
 import dataclasses
@@ -22,7 +24,8 @@ from torch.distributed.tensor import DTensor
 
 from paco_grpo.distributed import any_process
 from paco_grpo.objectives import MicroBatch, Objective, Step
-from paco_grpo.options import RunOptions
+from paco_grpo.objectives.groups import measure_samples, set_group_values
+from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.policies import lora
 from paco_grpo.sampling.denoise import with_current_log_probs
 from paco_grpo.training.sample import Rollouts
@@ -76,16 +79,21 @@ class Updater:
     options: RunOptions
     gradient_steps: int  # optimizer steps per pass over the samples
 
-    def recompute_old_log_probs(self, rollouts: Rollouts) -> None:
+    def recompute_old_log_probs(
+        self, rollouts: Rollouts, positions: np.ndarray | None = None
+    ) -> None:
         """Replace recorded means and log-probabilities by those of the weights before the update.
 
         Always with ``train.old_log_prob='recompute'``, and with 'auto' where low precision or
-        compiled blocks make the first ratio not 1. Done in place.
+        compiled blocks make the first ratio not 1. Done in place, for the samples at ``positions``
+        (None: all).
         """
         if not self._must_recompute(rollouts):
             return
+        if positions is None:
+            positions = rollouts.positions
         with self.state.strategy.same_outcome():
-            for numbers, is_dummy in self._synced_batches(rollouts, rollouts.positions):
+            for numbers, is_dummy in self._synced_batches(rollouts, positions):
                 recomputed = with_current_log_probs(
                     self.state.policy, rollouts.stack(numbers), self.options.speed.compile
                 )
@@ -108,29 +116,35 @@ class Updater:
         """Train on one epoch's samples; returns metrics over the epoch, equal on every process.
 
         Args:
-            rollouts: What this process sampled, after ``recompute_old_log_probs``.
+            rollouts: What this process sampled, after ``recompute_old_log_probs`` if the objective
+                keeps all.
             advantages: (N,) over all processes, by position.
-            kept: (N,) bool; the others are left out.
+            kept: (N,) bool; the others have no advantage.
             epoch: For random streams.
             should_stop: Asked before each micro-batch of the first optimizer step.
         """
         train = self.options.train
         policy = self.state.policy
         strategy = self.state.strategy
+        chosen = self._chosen(rollouts.item_ids, advantages, kept)
+        trained = kept & chosen
+        if not self.objective.keeps_all:
+            self.recompute_old_log_probs(rollouts, np.flatnonzero(trained))
         advantages = advantages.clip(-train.adv_clip_max, train.adv_clip_max)
         records: list[dict[str, float]] = []  # of each optimizer step
         for inner_epoch in range(train.num_inner_epochs):
-            for chunk in self._chunks(rollouts.item_ids, epoch, inner_epoch):
-                kept_positions = chunk[kept[chunk]]  # samples with an advantage
+            for chunk in self._chunks(rollouts.item_ids, chosen, epoch, inner_epoch):
+                kept_positions = chunk[trained[chunk]]
                 if len(kept_positions) == 0:
                     continue
                 # Each sample counts 1 / (kept samples of the chunk, over all processes).
                 micro_batches = self._micro_batches(
                     rollouts, advantages, kept_positions, epoch, inner_epoch
                 )
-                with strategy.same_outcome():
-                    measured = self.objective.measure(micro_batches, policy)
-                self.objective.prepare(micro_batches, gather_object(measured))
+                if self.objective.whole_groups:
+                    with strategy.same_outcome():
+                        samples = measure_samples(self.objective, micro_batches, policy)
+                    set_group_values(self.objective, micro_batches, gather_object(samples))
                 meter = Meter()
                 # A run can stop before its first optimizer step; later the epoch is finished.
                 may_stop = None if records else should_stop
@@ -146,7 +160,10 @@ class Updater:
                 records.append(self._optimizer_step(meter, epoch))
         self._check_weights()
         self._blend_snapshots(every_step=False)
-        return _epoch_metrics(records)
+        metrics = _epoch_metrics(records)
+        if not chosen.all():
+            metrics["kept_share"] = trained.sum() / kept.sum()
+        return metrics
 
     def _optimizer_step(self, meter: Meter, epoch: int) -> dict[str, float]:
         """Step, unless the gradient is not finite.
@@ -235,8 +252,26 @@ class Updater:
                 deviations.append(self.objective.first_deviation(step, policy).detach())
         return torch.stack(deviations, dim=1).mean().item()
 
-    def _chunks(self, item_ids: np.ndarray, epoch: int, inner_epoch: int) -> list[np.ndarray]:
-        """Positions of the samples of each optimizer step: the same for any number of processes.
+    def _chosen(self, item_ids: np.ndarray, advantages: np.ndarray, kept: np.ndarray) -> np.ndarray:
+        """False (N,) where the objective leaves a sample out.
+
+        It sees only those that have an advantage, the ``kept`` ones.
+        """
+        members = np.flatnonzero(kept)
+        mask = np.asarray(self.objective.keep(advantages[members], item_ids[members]))
+        if mask.shape != members.shape or mask.dtype != bool:
+            raise ConfigError(
+                f"config.train.loss_type={self.options.train.loss_type!r}: keep must return a mask "
+                f"of {len(members)} booleans, got the shape {mask.shape} and the type {mask.dtype}"
+            )
+        chosen = np.ones(len(kept), bool)
+        chosen[members] = mask
+        return chosen
+
+    def _chunks(
+        self, item_ids: np.ndarray, chosen: np.ndarray, epoch: int, inner_epoch: int
+    ) -> list[np.ndarray]:
+        """Positions of the chosen samples of each optimizer step, for any number of processes.
 
         The sampler has shuffled the epoch. The first pass takes its order, so that every process
         has an equal share.
@@ -245,6 +280,7 @@ class Updater:
         if inner_epoch > 0:
             words = [Stream.PASS_ORDER, self.options.seed, epoch, inner_epoch]
             order = np.random.default_rng(words).permutation(len(item_ids))
+        order = order[chosen[order]]
         if not self.objective.whole_groups:
             return np.array_split(order, self.gradient_steps)
         items = list(dict.fromkeys(item_ids[order].tolist()))

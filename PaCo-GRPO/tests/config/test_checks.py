@@ -32,6 +32,7 @@ def test_named_configurations_pass():
     [
         ({"sample.noise_steps": "1,10"}, "sample.noise_steps"),
         ({"sample.num_noise_steps": "2"}, "sample.num_noise_steps"),
+        ({"sample.window_epochs": "3"}, "sample.window_epochs"),
         ({"sample.transition": "cps", "sample.noise_steps": "8,9"}, "sample.transition"),
         ({"sample.transition": "cps", "sample.noise_level": "1.1"}, "sample.noise_level"),
         (

@@ -147,6 +147,16 @@ def test_uneven_work_does_not_hang_and_changes_nothing(trained):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("loss_type", ["own_objectives:Extremes", "dgpo"])
+def test_left_out_and_compared_images(trained, loss_type):
+    """Of each group, over both processes; one of them may train more images than the other."""
+    changes = {"train__loss_type": loss_type, "train__beta": 0.01, "sample__batch_size": 2}
+    changes |= {"train__num_sigmas": 2, "train__sigma_fraction": 1}
+    one = trained(1, uneven=True, **changes)
+    assert_same_training(one, trained(2, uneven=True, **changes, **FSDP2))
+
+
+@pytest.mark.long
 def test_training_everything(trained):
     """Without LoRA, parameters, gradients and optimizer are sharded too."""
     one = trained(1, **FULL)

@@ -69,7 +69,7 @@ def shard_and_train(options: RunOptions, ranks: int, gpu: FakeGPU) -> float:
     side = options.train.resolution
     noise = {"noise_steps": (0,), "noise_level": options.sample.noise_level}
     images = sampled(policy, options, side, 1, **noise)
-    objective = create_objective(options.train)
+    objective = create_objective(options)
     step = one_step(images, 0, 1)
     live = gpu.live
     for _ in range(2):  # the second backward adds to the gradients of the first

@@ -7,13 +7,17 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from toy_policy import ToyPolicy, sample, set_group_weights
+from toy_policy import ToyPolicy, compare_groups, sample
 
 from paco_grpo.objectives import Step, get_objective, transition
 from paco_grpo.objectives.noised import Noised, sample_sigmas
-from paco_grpo.options import TrainOptions
+from paco_grpo.options import RunOptions, TrainOptions
 
 f64 = torch.float64
+
+
+def run_options(**changes):
+    return RunOptions(train=TrainOptions(**changes))
 
 
 def step_of(policy, advantages):
@@ -49,7 +53,7 @@ def test_sampled_sigmas(num_steps, with_one, fraction, count, seed):
 def test_steps_are_those_of_the_options(with_one, fraction, steps):
     """All of the four that there are to sample from."""
     options = {"num_sigmas": len(steps), "sigma_one": with_one, "sigma_fraction": fraction}
-    objective = get_objective("awm")(TrainOptions(**options))
+    objective = get_objective("awm")(run_options(**options))
     assert objective.steps(sample(ToyPolicy()), np.random.default_rng(0)) == steps
     drawn = set()
     for seed in range(40):
@@ -91,7 +95,7 @@ def test_names_of_snapshots():
     """How they follow, and when images are sampled with them: test_options.py."""
 
     def names(name, **changes):
-        objective = get_objective(name)(TrainOptions(**changes))
+        objective = get_objective(name)(run_options(**changes))
         return [snapshot.name for snapshot in objective.snapshots]
 
     assert names("awm") == ["slow"]
@@ -105,8 +109,8 @@ def test_names_of_snapshots():
 
 
 def dgpo_loss(step, policy, train):
-    objective = get_objective("dgpo")(train)
-    set_group_weights(objective, [step], policy)
+    objective = get_objective("dgpo")(RunOptions(train=train))
+    compare_groups(objective, [step], policy)
     return objective.loss(step, policy)
 
 
@@ -154,7 +158,7 @@ def test_flow_dppo_masks_two_of_four_quadrants(beyond, sign):
     step.noise.mean = mean - change
     for towards in (1, -1):  # x' towards μ: the ratio is above 1
         step.noise.next_latents = mean - change / 2 + towards * std
-        terms = get_objective("flow_dppo")(train).loss(step, policy)
+        terms = get_objective("flow_dppo")(RunOptions(train=train)).loss(step, policy)
         ratio = terms.metrics["ratio_mean"].detach()
         assert ((ratio > 1) == (towards > 0)).all()
         masked = beyond & ((step.advantages > 0) == (towards > 0))
@@ -172,7 +176,7 @@ def test_flow_dppo_masks_a_ratio_that_overflows():
     trained = transition(policy, step.rollout, step.noise.latents, step.index)
     step.noise.mean = trained.mean.detach() - 60 * float(trained.std[0])
     step.noise.next_latents = trained.mean.detach()
-    loss = get_objective("flow_dppo")(TrainOptions()).loss(step, policy).loss
+    loss = get_objective("flow_dppo")(run_options()).loss(step, policy).loss
     loss.sum().backward()
     assert loss.tolist() == [0, 0, 0]
     assert not any(parameter.grad.any() for parameter in policy.transformer.parameters())
@@ -184,7 +188,7 @@ def test_old_values_are_recomputed_from_a_deviation_of_1(name):
     policy = ToyPolicy(dtype=f64)
     train = TrainOptions()
     step = step_of(policy, (1.0, 1.0, 1.0))
-    objective = get_objective(name)(train)
+    objective = get_objective(name)(RunOptions(train=train))
     assert objective.first_deviation(step, policy).tolist() == [0, 0, 0]
     trained = transition(policy, step.rollout, step.noise.latents, step.index)
     step.noise.mean = trained.mean.detach() + math.sqrt(

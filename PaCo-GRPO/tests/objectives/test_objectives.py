@@ -7,8 +7,10 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from named import load as load_named
-from toy_policy import ToyPolicy, numpy_step, sample, set_group_weights
+from toy_policy import ToyPolicy, compare_groups, numpy_step, sample
 
 from paco_grpo.objectives import (
     OBJECTIVES,
@@ -18,7 +20,8 @@ from paco_grpo.objectives import (
     create_objective,
     get_objective,
 )
-from paco_grpo.options import TrainOptions
+from paco_grpo.options import RunOptions, TrainOptions
+from paco_grpo.options.schema import SampleOptions
 from paco_grpo.sampling.denoise import step_noise
 
 NAMES = sorted(OBJECTIVES)
@@ -38,14 +41,18 @@ def train_options(**changes):
     return TrainOptions(**{"clip_range": 0.05, "nft_beta": 0.7} | FORWARD | changes)
 
 
+def run_options(**changes):
+    return RunOptions(train=train_options(**changes))
+
+
 def evaluate(name, result, policy, train, advantages=ADVANTAGES):
     """Losses (B, steps) and metrics (B, steps) over the objective's own steps."""
-    objective = get_objective(name)(train)
+    objective = get_objective(name)(RunOptions(train=train))
     values = torch.tensor(advantages[: len(result)], dtype=result.clean_latents.dtype)
     indices = objective.steps(result, np.random.default_rng(0))
     steps = [Step(result, index, values, epoch_seed=5) for index in indices]
-    if name == "dgpo":
-        set_group_weights(objective, steps, policy)
+    if objective.whole_groups:
+        compare_groups(objective, steps, policy)
     outputs = [objective.loss(step, policy) for step in steps]
     losses = torch.stack([output.loss for output in outputs], dim=1)
     metrics = {}
@@ -289,15 +296,47 @@ def test_an_objective_checks_its_options(name, changes, option):
     [(0, 0.0, 0.0), (1, 0.1, 0.5), (2, 0.1875, 0.999)],
 )
 def test_decay_of_the_old_policy(decay_type, expected, limit):
-    (snapshot,) = get_objective("nft")(train_options(decay_type=decay_type)).snapshots
+    (snapshot,) = get_objective("nft")(run_options(decay_type=decay_type)).snapshots
     assert snapshot.decay(0) == 0
     assert snapshot.decay(100) == pytest.approx(expected)
     assert snapshot.decay(10**6) == limit
 
 
+# --- which steps get noise
+
+
+def noise_steps(epoch, seed=0, **sample):
+    options = RunOptions(seed=seed, sample=SampleOptions(**sample))
+    return get_objective("ppo")(options).noise_steps(epoch)
+
+
+@given(
+    st.sets(st.integers(0, 30), min_size=1), st.integers(0, 2**40), st.integers(0, 1000), st.data()
+)
+def test_drawn_noise_steps_are_candidates_and_reproducible(candidates, seed, epoch, data):
+    ascending = sorted(candidates)
+    count = data.draw(st.integers(1, len(candidates)))
+    drawn = {"noise_steps": ascending, "num_noise_steps": count}
+    chosen = noise_steps(epoch, seed, **drawn)
+    assert len(chosen) == count == len(set(chosen))
+    assert set(chosen) <= candidates and chosen == sorted(chosen)
+    assert chosen == noise_steps(epoch, seed, **drawn | {"noise_steps": ascending[::-1]})
+    assert noise_steps(epoch, seed, noise_steps=ascending) == ascending
+    ten = {"noise_steps": range(10), "num_noise_steps": 2}
+    assert len({tuple(noise_steps(epoch + i, seed, **ten)) for i in range(50)}) > 20
+
+
+def test_a_window_moves_over_the_noise_steps_and_stays_at_their_end():
+    window = {"num_noise_steps": 3, "window_epochs": 4, "window_stride": 2}
+    steps = [0, 2, 3, 5, 7, 8]
+    found = [noise_steps(epoch, noise_steps=steps, **window) for epoch in range(13)]
+    expected = [[0, 2, 3], [3, 5, 7], [5, 7, 8], [5, 7, 8]]
+    assert found == [expected[epoch // 4] for epoch in range(13)]
+
+
 class Scaled(Objective):
-    def __init__(self, train, scale, shift=0.0):
-        super().__init__(train)
+    def __init__(self, options, scale, shift=0.0):
+        super().__init__(options)
         self.scale = scale
         self.shift = shift
 
@@ -305,14 +344,14 @@ class Scaled(Objective):
         return LossOutput(step.advantages * self.scale + self.shift)
 
 
-def scaled(step, policy, train, scale):
-    return LossOutput(step.advantages * scale * train.nft_beta)
+def scaled(step, policy, options, scale):
+    return LossOutput(step.advantages * scale * options.train.nft_beta)
 
 
 def test_arguments_of_a_users_objective():
     def create(name="Scaled", **arguments):
         own = f"{__name__}:{name}"
-        return create_objective(train_options(loss_type=own, loss_kwargs=arguments))
+        return create_objective(run_options(loss_type=own, loss_kwargs=arguments))
 
     step = Step(sample(ToyPolicy()), 0, torch.tensor(ADVANTAGES))
     loss = create(scale=2.0, shift=1.0).loss(step, ToyPolicy()).loss

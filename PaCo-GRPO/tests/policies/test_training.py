@@ -7,7 +7,7 @@ import torch
 from tiny_policies import NAMES, disturb, sampled, trained
 
 from paco_grpo.objectives import Step, get_objective
-from paco_grpo.options import TrainOptions
+from paco_grpo.options import RunOptions, TrainOptions
 from paco_grpo.policies import lora
 from paco_grpo.sampling.denoise import transition
 
@@ -39,12 +39,11 @@ def test_nft_trains_the_conditional_velocity(tiny_folder):
     lora.add_snapshot(policy, "old")
     disturb(policy, seed=3, scale=0.05)
     step = Step(sample(policy, name, (1,)), 1, torch.tensor([1.0, -0.7, 0.3]))
+    options = RunOptions(train=TrainOptions(nft_beta=0.7))
     losses = []
     for scale in (4.0, 2.0):
         policy.guidance_scale = scale
-        losses.append(
-            get_objective("nft")(TrainOptions(nft_beta=0.7)).loss(step, policy).loss.detach()
-        )
+        losses.append(get_objective("nft")(options).loss(step, policy).loss.detach())
     assert torch.equal(*losses)
 
 

@@ -5,8 +5,6 @@ import re
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from toy_policy import ToyPolicy, numpy_step
 
 from paco_grpo.sampling.denoise import (
@@ -19,7 +17,6 @@ from paco_grpo.sampling.denoise import (
     find_transition,
     integrate,
     rollout,
-    sample_noise_steps,
     sde_step,
     transition_problem,
 )
@@ -83,22 +80,6 @@ def test_same_latent_shares_the_steps_before_the_first_noise_step():
     )
     second = toy_rollout(policy, ids=(0,), seeds=(11,), shared=(10,), noise_steps=(2,))
     torch.testing.assert_close(second.clean_latents, shared.clean_latents[1:2], rtol=0, atol=1e-6)
-
-
-@given(
-    st.sets(st.integers(0, 30), min_size=1), st.integers(0, 2**40), st.integers(0, 1000), st.data()
-)
-def test_drawn_noise_steps_are_candidates_and_reproducible(candidates, seed, epoch, data):
-    number = data.draw(st.integers(1, len(candidates)))
-    chosen = sample_noise_steps(sorted(candidates), number, seed, epoch)
-    assert (
-        len(chosen) == number == len(set(chosen))
-        and set(chosen) <= candidates
-        and list(chosen) == sorted(chosen)
-    )
-    assert chosen == sample_noise_steps(sorted(candidates, reverse=True), number, seed, epoch)
-    assert sample_noise_steps(candidates, None, seed, epoch) == tuple(sorted(candidates))
-    assert len({sample_noise_steps(range(10), 2, seed, epoch + i) for i in range(50)}) > 20
 
 
 @pytest.mark.parametrize(

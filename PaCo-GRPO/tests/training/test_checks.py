@@ -65,7 +65,7 @@ TURBO = {"test.num_steps": "8", "sample.guidance_scale": "0"}
 )
 def test_what_is_probably_not_meant_is_a_warning(tiny_flux_dir, changes, beginning):
     options = load_named("toy_t2is", ("pretrained.model", str(tiny_flux_dir)), *changes.items())
-    lines = questionable(options, create_objective(options.train))
+    lines = questionable(options, create_objective(options))
     assert len(lines) == (beginning is not None)
     assert all(line.startswith(beginning) for line in lines)
 

@@ -78,7 +78,8 @@ def test_two_passes_give_the_gradient_of_the_joint_loss(dgpo_run):
         positions=np.arange(8),
         advantages=advantages,
         weight=1.0,
-        group_weights=None,
+        group={},
+        frozen=(),
     )
     steps = whole.build_steps()
     (sum(joint_dgpo(step, run.state.policy, run.options.train) for step in steps) / 16).backward()
@@ -91,17 +92,18 @@ def test_two_passes_give_the_gradient_of_the_joint_loss(dgpo_run):
 def test_optimizer_steps_keep_groups_together_and_inner_epochs_draw_anew(dgpo_run):
     updater = dgpo_run.updater
     item_ids = np.array([0, 1, 2, 0, 1, 2, 2, 0])
+    everything = np.ones(8, bool)
     updater.gradient_steps = 2
     for whole_groups in (True, False):
         updater.objective.whole_groups = whole_groups
         for inner in (0, 1):
-            first, second = updater._chunks(item_ids, epoch=3, inner_epoch=inner)
+            first, second = updater._chunks(item_ids, everything, epoch=3, inner_epoch=inner)
             assert sorted([*first, *second]) == list(range(8))
             is_split = bool(set(item_ids[first]) & set(item_ids[second]))
             assert is_split != whole_groups
     orders = set()
     for epoch, inner in ((3, 0), (3, 1), (3, 2), (4, 0), (4, 1)):
-        orders.add(tuple(np.concatenate(updater._chunks(item_ids, epoch, inner))))
+        orders.add(tuple(np.concatenate(updater._chunks(item_ids, everything, epoch, inner))))
     assert len(orders) == 4  # each first pass takes the sampler's
     rollouts = sampled(dgpo_run)[0]
     passes = {}
