@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from peft.tuners.tuners_utils import BaseTunerLayer
 from PIL import Image
 from training_tools import adapter, losses, run_processes, train_config
-from transformers import AutoProcessor
+from transformers import AutoProcessor, Trainer
 
 from paco_judge.errors import UserError
 from paco_judge.images import load_image
@@ -177,6 +178,32 @@ def test_a_frozen_tower_keeps_no_activations(trained, scorer, caplog):
     assert features.last_hidden_state.requires_grad == trained
 
 
+GENERATION = {"eval_dataset": "held_out", "predict_with_generate": True}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [({}, True), ({"bf16": True}, False), ({"bf16": True} | GENERATION, True)],
+)
+def test_peft_casts_inputs_only_where_autocast_does_not(
+    changes, expected, judge_dir, data_dir, tmp_path, monkeypatch
+):
+    casts = []
+
+    def train(trainer, **_):
+        for layer in trainer.model.modules():
+            if isinstance(layer, BaseTunerLayer):
+                casts.append(layer.cast_input_dtype_enabled)
+        raise InterruptedError
+
+    # Generation needs libraries for its measures.
+    monkeypatch.setattr("llamafactory.hparams.parser._check_extra_dependencies", lambda *_: None)
+    monkeypatch.setattr(Trainer, "train", train)
+    with pytest.raises(InterruptedError):
+        launch.train(train_config(judge_dir, data_dir, tmp_path, **changes))
+    assert casts and set(casts) == {expected}
+
+
 # The last batch is not full: ten pairs on two processes.
 EVALUATION = {
     "eval_dataset": "held_out",
@@ -190,8 +217,8 @@ PACKED = {"neat_packing": True, "packing": True, "cutoff_len": 4096}
 RELEASED = {"first_token_weight": 0.1, "first_token_scheme": "released"}
 # Steps are 8 sequences. LLaMA-Factory alone trains the first.
 TRAININGS = {
-    "upstream": ACCUMULATED,
-    "null": {"first_token_weight": None} | ACCUMULATED,
+    "upstream": {"bf16": True} | ACCUMULATED,
+    "null": {"bf16": True, "first_token_weight": None} | ACCUMULATED,
     "sequence": {"first_token_weight": 0.1} | ACCUMULATED | EVALUATION,
     "whole": {"first_token_weight": 0.1},
     "released": RELEASED | ACCUMULATED | EVALUATION,
@@ -238,6 +265,7 @@ def assert_same_training(folder, reference):
 
 @pytest.mark.slow
 def test_null_is_llama_factorys_own_loss_bit_for_bit(trained):
+    """In bfloat16, where peft casts the inputs of LLaMA-Factory's LoRA layers, and not ours."""
     upstream = trained / "upstream"
     overlaid = trained / "null"
     assert losses(upstream) == losses(overlaid)

@@ -27,10 +27,13 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from paco_grpo.estimate.fake_device import FakeDevice, aten, numpy_of, tensors_of
+from paco_grpo.estimate.generator import RESERVE
 
 HERE = Path(__file__).resolve().parent
 GRPO = HERE.parents[1]
-PYTHONPATH = [HERE, HERE.parent, GRPO, GRPO / "benchmarks", GRPO.parent / "PaCo-Reward" / "judge"]
+REWARD = GRPO.parent / "PaCo-Reward"
+PYTHONPATH = [HERE, HERE.parent, GRPO, GRPO / "benchmarks", REWARD / "judge"]
+PYTHONPATH.append(REWARD / "LLaMA-Factory" / "src")
 GIB = 2**30
 ON_GPU = "torch.float32 cuda:0"
 
@@ -183,11 +186,11 @@ def _set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 @contextmanager
 def fake_gpu(memory_gb: float) -> Iterator[FakeGPU]:
-    """A GPU with so much memory, in GiB."""
+    """A GPU with so much memory, in GiB, of which CUDA itself takes ``RESERVE``."""
     gpu = FakeGPU()
     total = int(memory_gb * 2**30)
     patches = {
-        "torch.cuda.mem_get_info": lambda *_: (total - gpu.live, total),
+        "torch.cuda.mem_get_info": lambda *_: (total - RESERVE - gpu.live, total),
         "torch.tensor": _tensor_of,
         "torch.Tensor.numpy": _numpy_of_cpu,
         "torch.Tensor.pin_memory": lambda tensor, *_: tensor,

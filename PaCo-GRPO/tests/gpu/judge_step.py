@@ -21,7 +21,10 @@ from paco_grpo.architectures import KNOWN
 from paco_grpo.estimate import fake_device
 from paco_reward.config import load_config
 from paco_reward.loss import answer_positions_only, find_answers, first_token_loss_func
-from paco_reward.overlay import compute_frozen_towers_without_gradients
+from paco_reward.overlay import (
+    compute_frozen_towers_without_gradients,
+    leave_casts_to_autocast,
+)
 
 CONFIG = GRPO.parent / "PaCo-Reward" / "config" / "paco_reward_lora.yaml"
 TEXT = 150  # tokens of a question
@@ -44,6 +47,7 @@ def build(config, blocks, gpu):
         prepare_model_for_training(model, arguments)
         model = init_adapter(judge_config, model, arguments, finetuning, is_trainable=True)
     compute_frozen_towers_without_gradients(model)
+    leave_casts_to_autocast(model)
     fake_device.place(model, gpu, "cuda:0")
     return model.train()
 

@@ -19,7 +19,7 @@ from tiny_run import write_edits
 from epoch import CHANGES
 from paco_grpo import architectures
 from paco_grpo.estimate import fake_device
-from paco_grpo.estimate.generator import NF4, RESERVE, estimate, example
+from paco_grpo.estimate.generator import NF4, estimate, example
 from paco_grpo.estimate.report import GPUS
 from paco_grpo.options import RunOptions, read_options
 from paco_grpo.policies import POLICIES, Policy
@@ -143,7 +143,7 @@ def main(name: str, blocks: int | None) -> dict[str, Any]:
             written = str(architectures.write(model, Path(place) / "model"))
             pretrained = dataclasses.replace(options.pretrained, model=written)
             options = dataclasses.replace(options, pretrained=pretrained)
-            with fake_gpu(gib - RESERVE / GIB) as gpu, fake_weights(model, gpu):
+            with fake_gpu(gib) as gpu, fake_weights(model, gpu):
                 peaks = observed(build_run(options), gpu)
     total = estimated.peaks
     expected = {

@@ -26,6 +26,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from PIL import Image
 from torch import nn
 from transformers.trainer_utils import get_last_checkpoint
@@ -239,6 +240,16 @@ def compute_frozen_towers_without_gradients(model: nn.Module) -> None:
             logger.info("the vision tower is frozen: it is computed without gradients")
 
 
+def leave_casts_to_autocast(model: nn.Module) -> None:
+    """Give LoRA layers their bfloat16 inputs as they are: 3.9 GiB less for 8 pairs at 7B.
+
+    peft would cast inputs to the adapter's float32, and autocast cast them back.
+    """
+    for layer in model.modules():
+        if isinstance(layer, BaseTunerLayer):
+            layer.cast_input_dtype_enabled = False
+
+
 def _trainer_class(base: type, upstream_metric: type) -> type:
     """LLaMA-Factory's SFT trainer with our metrics, and our loss where its ``dft`` loss goes."""
 
@@ -258,6 +269,9 @@ def _trainer_class(base: type, upstream_metric: type) -> type:
                 kwargs["preprocess_logits_for_metrics"] = statistics
             super().__init__(finetuning_args, processor, *args, **kwargs)
             compute_frozen_towers_without_gradients(self.model)
+            # Generation computes outside of autocast.
+            if self.accelerator.native_amp and not self.args.predict_with_generate:
+                leave_casts_to_autocast(self.model)
             if finetuning_args.first_token_weight is not None:
                 self.compute_loss_func = partial(
                     first_token_loss_func,
