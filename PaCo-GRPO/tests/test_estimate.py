@@ -1,5 +1,6 @@
 """scripts/estimate.py: closed forms of FLOPs and memory on tiny models, and the command."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -155,24 +156,51 @@ def test_options_change_the_memory_that_they_should(tiny_flux_dir, tiny_flux):
 
 @pytest.fixture
 def command(tiny_flux_dir, tiny_flux, monkeypatch):
-    """``estimate.py`` for the tiny FLUX: its status."""
-    monkeypatch.setattr(generator, "estimate", lambda *_: tiny_flux)
+    """``estimate.py``, and what it gets as the estimate: the tiny FLUX's memory, other work."""
+    work = {"denoise": 3.1e17, "train": 0.9e17}
+    flux = dataclasses.replace(tiny_flux, epoch=work, resident=dict(tiny_flux.resident))
+    monkeypatch.setattr(generator, "estimate", lambda *_: flux)
     config = ["--config", f"{ROOT}/config/grpo.py:t2is"]
     config.append(f"--config.pretrained.model={tiny_flux_dir}")
-    return lambda *words: load_script("estimate").main([*config, *words])
+
+    def run(*words):
+        return load_script("estimate").main([*config, *words])
+
+    return run, flux
 
 
-def test_the_command_reports_and_sets_its_status(command, tiny_flux, capsys):
-    assert command("--share", "0.5") == 0
+@pytest.mark.parametrize(
+    ("words", "teraflops"),
+    [
+        (("--share", "0.5"), 0.5 * 989),
+        ((), 182),  # an H100 waits for the host
+        (("--gpu", "rtx4090"), 0.42 * 165),
+        (("--gpu", "RTX 4090", "--config.speed.compile=true"), 0.42 * 165),
+        (("--gpu", "a100 80", "--config.speed.compile=true"), 0.42 * 312),
+    ],
+)
+def test_the_command_tells_seconds_of_an_epoch_and_hours_of_a_run(
+    command, words, teraflops, capsys
+):
+    run, flux = command
+    assert run("--processes", "3", *words) == 0
     lines = capsys.readouterr().out.splitlines()
     (row,) = (line.split() for line in lines if line.startswith("an epoch"))
-    teraflops = sum(tiny_flux.epoch.values()) / 1e12
-    assert float(row[-1]) == pytest.approx(teraflops / (0.5 * 989), abs=0.06)
-    assert lines[-1].startswith("fits")
-    tiny_flux.resident["more"] = 30 * GIB
-    assert command("--gpu", "rtx4090") == 3
+    hours = sum(flux.epoch.values()) / (1e12 * teraflops) / 3600
+    assert [float(word) for word in row[-2:]] == [400_000, pytest.approx(3600 * hours, abs=0.06)]
+    (toy,) = (line for line in lines if line.startswith("16 epochs"))
+    assert f": {16 * hours:.1f} hours, {3 * 16 * hours:.1f} GPU-hours" in toy
+    (published,) = (line for line in lines if line.startswith("6 hours"))
+    assert f": {6 / hours:.0f} epochs, 18 GPU-hours" in published
+
+
+def test_the_command_sets_its_status(command, capsys):
+    run, flux = command
+    assert run() == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("fits")
+    flux.resident["more"] = 30 * GIB
+    assert run("--gpu", "rtx4090") == 3
     assert capsys.readouterr().out.splitlines()[-1] == "lower the batch sizes or resolutions"
     with pytest.raises(SystemExit, match="2"):
-        command("--gpu", "A100")  # two of them
+        run("--gpu", "A100")  # two of them
     assert "A100 80GB or A100 40GB" in capsys.readouterr().err
-    del tiny_flux.resident["more"]

@@ -330,12 +330,16 @@ def bytes_to_compute(options: RunOptions, policy: DiffusersPolicy, processes: in
         return max(linear.weight.nbytes for _, linear in quantizable(policy.transformer))
     if options.train.sharding != "fsdp2" or processes == 1:
         return 0
-    largest = 0
-    for block in blocks_of(policy.transformer):
-        base = [p for name, p in block.named_parameters() if "lora_" not in name]
-        largest = max(largest, bytes_of(base))
+    blocks = [base_bytes(block) for block in blocks_of(policy.transformer)]
+    # The others are there from the beginning of the forward to the end of the backward.
+    others = base_bytes(policy.transformer) - sum(blocks)
     # The message that brings a block's weights, the weights, and if they are trained, gradients.
-    return (2 if options.use_lora else 3) * largest
+    return others + (2 if options.use_lora else 3) * max(blocks)
+
+
+def base_bytes(module: nn.Module) -> int:
+    """Bytes of the weights of ``module`` without its adapters."""
+    return bytes_of([p for name, p in module.named_parameters() if "lora_" not in name])
 
 
 def weight_bytes(

@@ -6,8 +6,9 @@ Needs no weights, no GPU, and a minute or two.
     python scripts/estimate.py --config config/grpo.py:t2is_24gb --gpu "RTX 4090 24GB"
 
 The policy encodes, samples, decodes and trains at the model's real shapes on a device that computes
-shapes alone. The seconds assume that a GPU reaches a share of its stated peak (--share). Not
-estimated: rewards, reading and writing, the time to compile.
+shapes alone. The seconds assume that a GPU reaches a share of its stated peak (--share), and without
+compiled blocks no more than an H100 does. Not estimated: rewards, reading and writing, the time to
+compile.
 
 Exit status: 0 = it fits; 1 = an error; 2 = a wrong option; 3 = it does not fit.
 """
@@ -20,12 +21,18 @@ from paco_judge.arguments import Parser
 from paco_judge.errors import run_command
 
 GIB = 2**30
-# Share of the stated peak. `t2is` (FLUX.1-dev, one image of 512 px at a time) reached 18 % while it
-# sampled and 13 % while it trained on an H100 (docs/evidence.md). With an image of 1024 px it is
-# 27 % (huggingface.co/blog/lora-fast); compiling reaches 1.5 times as much without a LoRA (PyTorch's
-# report of 11 May 2026).
-EAGER = 0.18
-COMPILED = 0.42
+# Of the stated peak. Compiling reaches 1.5 times the 27 % of an H100 that computes an image of
+# 1024 px (huggingface.co/blog/lora-fast; PyTorch's report of 11 May 2026, without a LoRA). By the
+# operations and bytes of a block, a slower card reaches about as much without it.
+SHARE = 0.42
+# TFLOP a second of blocks that are not compiled: `t2is` (FLUX.1-dev, one image of 512 px at a time)
+# reached them while it sampled on an H100, and 133 while it trained (docs/evidence.md). The GPU
+# waited for PyTorch to start kernels.
+EAGER_LIMIT = 182
+# Epochs of the toy's runs (quickstart/results.csv).
+TOY_EPOCHS = 16
+# The authors' training of FLUX.1-dev (2512.04784v2, table 5).
+PUBLISHED_HOURS = 6
 # Usable GiB of the smallest card sold as such (ECC on), and stated dense bfloat16 TFLOP a second.
 GPUS = {
     "B200 180GB": (178.0, 2250),
@@ -49,7 +56,7 @@ def main(words: Sequence[str] | None = None) -> int:
     cards = ", ".join(GPUS)
     parser.add_argument("--gpu", default="H100 80GB", type=card, help=f"part of a name: {cards}")
     parser.add_argument("--processes", type=int, default=1, help="GPUs that share an epoch")
-    share = f"of the stated peak that is reached (default {EAGER}, compiled {COMPILED})"
+    share = f"of the stated peak that is reached (default {SHARE}; not compiled: see above)"
     parser.add_argument("--share", type=float, help=share)
     arguments, rest = parse_beside_options(parser, words)
     return run_command(lambda: report(arguments, rest), ImportError, OSError)
@@ -83,13 +90,15 @@ def report(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     options, name = read_options(rest)
     gib, stated = GPUS[arguments.gpu]
     estimated = estimate(options, name, arguments.processes, gib * GIB)
-    share = arguments.share or (COMPILED if options.speed.compile else EAGER)
+    share = arguments.share or assumed_share(stated, options.speed.compile)
     print(f"{estimated.title}\n\n{'each GPU':<12}{'TFLOP':>9}{'seconds':>9}")
     epoch = estimated.epoch | {"an epoch": sum(estimated.epoch.values())}
     for phase, flops in epoch.items():
         teraflops = flops / 1e12
         print(f"{phase:<12}{teraflops:>9.0f}{teraflops / (share * stated):>9.1f}")
     print(f"seconds: assumed {share:.0%} of the stated {stated} TFLOP a second")
+    seconds = epoch["an epoch"] / 1e12 / (share * stated)
+    print(lengths_of_runs(seconds / 3600, arguments.processes))
     print("\nGiB on a GPU\nresident: " + _parts(estimated.resident))
     peaks = estimated.peaks
     for phase, peak in peaks.items():
@@ -105,6 +114,21 @@ def report(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
         return 0
     print(advice(options, gib, gib - spare))
     return 3
+
+
+def assumed_share(stated: float, compiled: bool) -> float:
+    """Share of its ``stated`` TFLOP a second that a GPU reaches."""
+    return SHARE if compiled else min(SHARE, EAGER_LIMIT / stated)
+
+
+def lengths_of_runs(hours: float, gpus: int) -> str:
+    """What runs of known length take; ``hours`` is an epoch's on ``gpus`` GPUs."""
+    toy = TOY_EPOCHS * hours
+    return (
+        f"{TOY_EPOCHS} epochs, as in the quickstart: {toy:.1f} hours, {toy * gpus:.1f} GPU-hours\n"
+        f"{PUBLISHED_HOURS} hours, the authors' time for FLUX.1-dev: "
+        f"{PUBLISHED_HOURS / hours:.0f} epochs, {PUBLISHED_HOURS * gpus} GPU-hours"
+    )
 
 
 def _parts(parts: dict[str, int]) -> str:

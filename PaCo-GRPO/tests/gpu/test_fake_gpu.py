@@ -81,10 +81,11 @@ def test_other_epochs_with_two_blocks(tmp_path):
 
 @pytest.mark.long
 def test_fsdp2_shards_the_base_inside_a_machine(tmp_path):
-    calls = [["sharded", "t2is", ranks, 2] for ranks in (8, 16)]
+    calls = [["sharded", "t2is", 8, 2], ["sharded", "qwen21_editing", 16, 2]]
     calls.append(["sharded", "t2is", 8, 2, "--config.use_lora=False"])
     for seen in run(tmp_path, *calls):
-        assert 0.9 < seen["train_gib"] / seen["expected_gib"] < 1.03, seen
+        # Of few blocks, FLUX's smaller ones hold most activations; the estimate adds the largest.
+        assert 0.88 < seen["train_gib"] / seen["expected_gib"] < 1.03, seen
 
 
 @pytest.mark.long
