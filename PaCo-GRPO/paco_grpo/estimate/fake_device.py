@@ -143,16 +143,21 @@ def numpy_of(tensor: torch.Tensor) -> np.ndarray:
 
 
 @contextlib.contextmanager
+def cuda_autocast() -> Iterator[None]:
+    """Inside the block, the CPU's autocast computes in the data types of CUDA's."""
+    with contextlib.ExitStack() as stack:
+        for target in _FLOAT32:
+            stack.enter_context(mock.patch(target, _in_float32(pkgutil.resolve_name(target))))
+        yield
+
+
+@contextlib.contextmanager
 def fake_cpu(device: FakeDevice) -> Iterator[None]:
     """Inside the block, operations on fake tensors of the CPU compute nothing.
 
     Their data types are those of CUDA's autocast.
     """
-    with contextlib.ExitStack() as stack:
-        for target in _FLOAT32:
-            stack.enter_context(mock.patch(target, _in_float32(pkgutil.resolve_name(target))))
-        stack.enter_context(mock.patch("torch.Tensor.numpy", numpy_of))
-        stack.enter_context(device)
+    with cuda_autocast(), mock.patch("torch.Tensor.numpy", numpy_of), device:
         yield
 
 

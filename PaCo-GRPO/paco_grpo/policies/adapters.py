@@ -29,6 +29,7 @@ from paco_grpo.policies.base import Policy, PolicyLoadError
 from paco_grpo.policies.diffusers_policy import DiffusersPolicy
 from paco_grpo.policies.loading import local_folder
 from paco_grpo.policies.lora import TRAINED
+from paco_grpo.policies.speed import share_casts
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +84,7 @@ def add_lora(
     for layer in lora.lora_layers(policy):
         # Autocast casts for each linear layer; peft would first cast back to the adapter's float32.
         layer.cast_input_dtype_enabled = policy.dtype == torch.float32
+    share_casts(transformer)
 
 
 def add_adapters(policy: Policy, options: RunOptions, snapshots: Iterable[str]) -> None:
@@ -96,6 +98,7 @@ def add_adapters(policy: Policy, options: RunOptions, snapshots: Iterable[str]) 
         add_lora(policy, train.lora_rank, train.lora_alpha, train.lora_targets, train.lora_path)
     else:
         policy.transformer.requires_grad_(True)  # float32 where the strategy places them
+        share_casts(policy.transformer)
     if options.enable_gradient_checkpointing:
         policy.transformer.enable_gradient_checkpointing()
     if options.train.reference == "start":

@@ -5,6 +5,7 @@ The numbers are equal up to rounding.
 
 import torch
 from diffusers import attention_backend
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from paco_grpo.names import did_you_mean
@@ -74,6 +75,34 @@ def _cast_as_autocast(module: nn.Module, args: tuple, output: torch.Tensor) -> t
     if not torch.is_autocast_enabled(device_type):
         return output
     return output.to(torch.get_autocast_dtype(device_type))
+
+
+def share_casts(transformer: nn.Module) -> None:
+    """Cast the tokens that several linear layers of a block take once, instead of in each layer.
+
+    Under CUDA's autocast, norms return float32, and every linear layer that takes their tokens, of
+    the base or of a LoRA, casts them for itself. A forward pass keeps its bits. In the backward
+    pass, the layers' gradients of the tokens are added in autocast's precision.
+
+    Args:
+        transformer: Changed in place, when it has its adapters.
+    """
+    for blocks in transformer.children():
+        if isinstance(blocks, nn.ModuleList):
+            for name, layer in blocks.named_modules():
+                if isinstance(layer, (nn.Linear, BaseTunerLayer)) and "lora_" not in name:
+                    layer.register_forward_pre_hook(_take_shared_cast, prepend=True)
+
+
+def _take_shared_cast(layer: nn.Module, args: tuple) -> tuple | None:
+    tokens = args[0]
+    device_type = tokens.device.type
+    if tokens.dtype != torch.float32 or not torch.is_autocast_enabled(device_type):
+        return None
+    # The cast lives as long as the tokens: it is found by the next layer that takes them.
+    if not hasattr(tokens, "shared_cast"):
+        tokens.shared_cast = tokens.to(torch.get_autocast_dtype(device_type))
+    return tokens.shared_cast, *args[1:]
 
 
 def compile_blocks(policy: Policy, backend: str = "inductor") -> None:
