@@ -43,6 +43,8 @@ class Batched:
         if len(parts) == 1:
             return parts[0]
         first = parts[0]
+        if type(first) is not cls:
+            return type(first).cat(parts)
         joined = {}
         for field_ in dataclasses.fields(first):
             values = [getattr(part, field_.name) for part in parts]

@@ -129,7 +129,7 @@ class DiffusersPolicy(Policy):
         self.guidance_scale = settings.guidance_scale
         self.negative_prompt = settings.negative_prompt
         self.transformer = pipeline.transformer
-        self.size_multiple = 2 * pipeline.vae_scale_factor
+        self.size_multiple = self.size_multiple_with(pipeline.vae.config)
         self._transformer_config = pipeline.transformer.config
         # With a state of its own.
         self._scheduler = FlowMatchEulerDiscreteScheduler.from_config(pipeline.scheduler.config)
@@ -406,6 +406,11 @@ class DiffusersPolicy(Policy):
         """The plain pipeline, ready for ``pipeline_arguments`` of ``item``, inside the block."""
         with self._offloaded_text.on_device(), self._offloaded_vae.on_device():
             yield self.pipeline
+
+    def noise_arguments(self, seed: int, item: Item) -> dict[str, Any]:
+        """Arguments of the plain pipeline for the noise of ``seed``."""
+        noise = self.initial_latents([seed], *item.size)
+        return {"latents": self.pipeline_latents(noise, item)}
 
     def pipeline_latents(self, latents: torch.Tensor, item: Item) -> torch.Tensor:
         """``latents`` (B, L, C) as the pipeline takes them."""

@@ -3,19 +3,20 @@
 A pipeline's call encodes the text, draws noise, makes its schedule, steps from noise to image and
 decodes. A shallow copy of the pipeline runs that call with a scheduler of ours, so that it ends
 where the loop begins (features, noise, schedule) or at the first step (the velocity at one σ), or
-has no step (decoding). What it computes of texts and reference images is recorded once per item
-and played back. The user's pipeline is not touched.
+has no step (decoding). What it computes of texts and references is recorded once per item and
+played back. The user's pipeline is not touched.
 """
 
 import copy
 import functools
 import hashlib
 import inspect
+import logging
 import math
 import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any, ClassVar, Self
@@ -23,6 +24,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import torch
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
+from diffusers.loaders import PeftAdapterMixin
 from PIL import Image
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -33,15 +35,19 @@ from paco_grpo.policies.base import PolicyLoadError, PolicySettings
 from paco_grpo.policies.diffusers_policy import DiffusersPolicy, image_digest
 from paco_grpo.types import Conditioning, Item, to_device
 
-_NOISE = "prepare_latents"
-# Methods of pipelines whose results depend on texts, references and size, but for the noise.
+logger = logging.getLogger(__name__)
+
+# Methods of pipelines whose results depend on texts, references and size alone, but for the noise.
 _RECORDED = re.compile(r"encode_|prepare_\w*latents$")
-# Options of calls that rewrite prompts or change the size of the image.
+_NOISE = "prepare_latents"
+# Options of a call that rewrite prompts or change the size of images.
 _SWITCHED_OFF = re.compile(r"rewrit|upsampling$|use_pe$|resolution_binning|auto_resize")
-# Modules in the blocks of transformers whose linear layers get a LoRA, and those that do not.
-_ADAPTED = re.compile(r"(attn|attention|ff|ffn|feed_forward|mlp|\w+_mlp)(_\w+)?\d*\.")
+# Modules of a transformer's blocks whose linear layers get a LoRA, and those whose do not.
+_ADAPTED = re.compile(r"(^|\.)(attn|attention|ff|ffn|feed_forward|mlp|\w+_mlp)(_\w+)?\d*\.")
 _NOT_ADAPTED = re.compile(r"norm|ada_?ln|modulation")
-_REFERENCES = ("image", "images", "input_images")
+
+Steps = Sequence[tuple[float, float]]  # σ and the time that the transformer gets, of each step
+Key = tuple[str, Any, int]  # method, its text or texts, and the number of such calls before
 
 
 class _Stop(Exception):
@@ -51,44 +57,13 @@ class _Stop(Exception):
         self.value = value
 
 
-class _Scheduler(FlowMatchEulerDiscreteScheduler):
-    """The pipeline's own schedule, or the steps ``times``, each (σ, time of the transformer)."""
-
-    times: Sequence[tuple[float, float]] | None = None
-
-    @override
-    def set_timesteps(
-        self,
-        num_inference_steps: int | None = None,
-        device: torch.device | str | None = None,
-        sigmas: list[float] | None = None,
-        mu: float | None = None,
-        timesteps: list[float] | None = None,
-    ) -> None:
-        if self.times is None:
-            super().set_timesteps(num_inference_steps, device, sigmas, mu, timesteps)
-            return
-        schedule = torch.tensor([*self.times, (0.0, 0.0)])
-        self.sigmas = to_device(schedule[:, 0], device or "cpu")
-        self.timesteps = to_device(schedule[:-1, 1], device or "cpu")
-        self.num_inference_steps = len(self.times)
-
-    @override
-    def step(self, model_output: Any, *args: Any, **kwargs: Any) -> Any:
-        raise _Stop(model_output)
-
-
-Key = tuple[str, Any, int]  # a method, its text or texts, and how many calls with these came before
-
-
 @dataclass(frozen=True)
 class Recording:
     """What a pipeline computed of one item before its loop."""
 
     item: Item
-    results: Mapping[Key, Any]
-    # Recordings of one signature differ only where there is a row for each text: they may share a
-    # call.
+    results: Mapping[Key, Any]  # of ``prepare_latents``: without the noise
+    # Recordings of one signature may share a call: they differ only in what has a row for each.
     signature: Hashable
 
 
@@ -117,204 +92,210 @@ class RecordedConditioning(Conditioning):
 
 
 @dataclass
-class _Recorder:
-    """Keeps the results of a call's recorded methods; of ``prepare_latents`` without the noise."""
+class _Tape:
+    """Records a call's methods (no ``recordings``), or plays them back, one for each text.
 
-    results: dict[Key, Any] = field(default_factory=dict)
-    noise: Any = None
-
-    def result(self, key: Key, compute: Callable[[], Any]) -> Any:
-        value = compute()
-        self.results[key] = value
-        if key[0] == _NOISE:
-            self.noise, self.results[key] = _without_noise(value)
-        return value
-
-
-@dataclass
-class _Player:
-    """Plays ``recordings`` back, one for each text of a call.
-
-    With ``latents`` in place of the noise, or else with noise of the call's size.
+    ``latents`` take the place of the noise; without them a call draws it.
     """
 
-    recordings: Sequence[Recording]
+    recordings: Sequence[Recording] = ()
     latents: Any = None
-    noise: Any = None
+    noise: Any = None  # drawn
+    results: dict[Key, Any] = field(default_factory=dict)  # recorded
 
     def result(self, key: Key, compute: Callable[[], Any]) -> Any:
-        name, texts, count = key
-        if name == _NOISE and self.latents is None:
-            value = compute()
-            self.noise, _ = _without_noise(value)
-            return value
+        is_noise = key[0] == _NOISE
+        if self.recordings and not (is_noise and self.latents is None):
+            value = self._played(*key)
+            return _with_noise(value, self.latents) if is_noise else value
+        value = compute()
+        self.results[key] = value
+        if is_noise:
+            self.noise = value[0] if isinstance(value, tuple) else value
+            self.results[key] = _with_noise(value, None)
+        return value
+
+    def _played(self, name: str, texts: Any, count: int) -> Any:
         if not isinstance(texts, tuple) or len(texts) != len(self.recordings):
             texts = [texts] * len(self.recordings)
         parts = []
         for recording, text in zip(self.recordings, texts, strict=True):
             parts.append(recording.results[name, text, count])
-        value = _joined(parts)
-        if name == _NOISE:
-            return self.latents if value is None else (self.latents, *value[1:])
-        return value
+        return _joined(parts)
 
 
 class _Driven:
-    """A pipeline's shallow copy whose recorded methods go through ``source``."""
+    """A shallow copy of a pipeline whose recorded methods go through ``tape``."""
 
-    source: _Recorder | _Player
-    calls: Counter[tuple[str, Any]]
+    tape: _Tape
+    scheduler: FlowMatchEulerDiscreteScheduler
+    placed_on: torch.device
     stops_before_loop: bool
-    on: torch.device
-    scheduler: _Scheduler
 
-    # The pipeline's own is that of a component, which may be offloaded.
-    _execution_device = device = property(lambda self: self.on)
+    # The pipeline's own answer is where a component is, which may be offloaded.
+    device = _execution_device = property(lambda self: self.placed_on)
 
-    def progress_bar(self, iterable: Any = None, total: int | None = None) -> Any:
+    def progress_bar(self, *args: Any, **kwargs: Any) -> Any:
         """The loop begins."""
         if self.stops_before_loop:
             raise _Stop(self.scheduler)
-        return super().progress_bar(iterable, total)  # pyright: ignore
+        return super().progress_bar(*args, **kwargs)
 
 
-def _recorded(name: str, function: Callable) -> Callable:
+@functools.cache
+def _driven(pipeline_class: type[DiffusionPipeline]) -> type:
+    methods = {}
+    for name in dir(pipeline_class):
+        function = inspect.getattr_static(pipeline_class, name)
+        if _RECORDED.match(name) and isinstance(function, FunctionType):
+            methods[name] = _taped(name, function)
+    return type(pipeline_class.__name__, (_Driven, pipeline_class), methods)
+
+
+def _taped(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """The method ``name`` of a ``_Driven`` pipeline."""
 
     @functools.wraps(function)
-    def method(self: _Driven, *args: Any, **kwargs: Any) -> Any:
-        texts = ""
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        texts = None
         if name.startswith("encode_"):
-            texts = kwargs.get("prompt", args[0] if args else "")
+            texts = kwargs.get("prompt", args[0] if args else None)
         if isinstance(texts, list):
             texts = texts[0] if len(texts) == 1 else tuple(texts)
         count = self.calls[name, texts]
         self.calls[name, texts] += 1
         compute = functools.partial(function, self, *args, **kwargs)
-        return self.source.result((name, texts, count), compute)
+        return self.tape.result((name, texts, count), compute)
 
     return method
 
 
-@functools.cache
-def _driven(pipeline_class: type[DiffusionPipeline]) -> type:
-    members = {}
-    for name in dir(pipeline_class):
-        function = inspect.getattr_static(pipeline_class, name)
-        if _RECORDED.match(name) and isinstance(function, FunctionType):
-            members[name] = _recorded(name, function)
-    return type(pipeline_class.__name__, (_Driven, pipeline_class), members)
-
-
 class GenericPolicy(DiffusersPolicy):
-    """A pipeline that nobody wrote a policy for.
+    """A pipeline that nobody wrote a policy for; ``generic_policy`` makes its class.
 
-    Latents are tokens: the cells of an image. Samples with references have a call each, and so has
-    each σ. ``generic_policy`` makes the class of a pipeline.
+    A token is a cell of the latents. Samples with references have a call each, and so has each σ of
+    a forward.
     """
 
-    scale: ClassVar[str]  # the argument of the call that ``guidance_scale`` is
-    scale_guides: ClassVar[bool]  # it is the scale of true CFG
-    accepted: ClassVar[frozenset[str]]  # arguments of the call
-    switched_off: ClassVar[tuple[str, ...]]
-    references: ClassVar[str]  # the argument for reference images; "": none
+    arguments: ClassVar[frozenset[str]]  # of the call
+    scale: ClassVar[str | None]  # the argument that ``guidance_scale`` is
+    scale_guides: ClassVar[bool]  # of true CFG; else it is an input of the transformer
+    reference_argument: ClassVar[str | None]
 
     def __new__(cls, pipeline: DiffusionPipeline, settings: PolicySettings) -> Self:
-        return super().__new__(cls if "scale" in vars(cls) else generic_policy(type(pipeline)))
+        is_made = "arguments" in vars(cls)
+        return super().__new__(cls if is_made else generic_policy(type(pipeline)))
 
     def __init__(self, pipeline: DiffusionPipeline, settings: PolicySettings) -> None:
+        if not isinstance(getattr(pipeline, "transformer", None), PeftAdapterMixin):
+            raise PolicyLoadError(f"{self.family} cannot be trained: its transformer takes no LoRA")
         super().__init__(pipeline, settings)
+        self.lora_targets = _lora_targets(pipeline.transformer)
         has_text = self.negative_prompt is not None or not self.has_true_cfg
         self.uses_true_cfg = self.scale_guides and has_text and self.guidance_scale > 0
-        self.lora_targets = _lora_targets(self.transformer)
-        self._scheduler = _Scheduler.from_config(pipeline.scheduler.config)
-        self._call_function = inspect.unwrap(self.pipeline_class.__call__)  # with gradients
-        self._signatures: dict[Hashable, Hashable] = {}
-        self._shares_calls: bool | None = None  # unknown
-        self._example: Recording | None = None
+        if self.scale_guides and not has_text and self.guidance_scale > 1:
+            logger.warning(
+                "no true CFG: config.sample.negative_prompt is None (an empty one is enough)"
+            )
+        self._own_call = inspect.unwrap(self.pipeline_class.__call__)  # with gradients
+        self._draws_itself = not hasattr(pipeline, _NOISE)  # inside its call
+        # What depends on the size alone
+        self._examples: dict[tuple[int, int], Recording] = {}
         self._shapes: dict[tuple[int, int], torch.Size] = {}
-        self._latents_dtype = torch.float32
         self._times: dict[tuple[int, int], dict[float, float]] = {}
         self._schedules: dict[tuple[int, int, int], torch.Tensor] = {}
+        self._latents_dtype = torch.float32  # in the pipeline
+        self._signatures: dict[Hashable, Hashable] = {}
+        self._shares_calls: bool | None = None  # None: not known yet
+
+    @classmethod
+    @override
+    def size_multiple_with(cls, vae: Mapping[str, Any]) -> int:
+        names = ("block_out_channels", "encoder_block_out_channels", "dim_mult")
+        levels = next(vae[name] for name in names if name in vae)
+        return 2 * 2 ** (len(levels) - 1)
 
     @override
     def text_encoders(self) -> Sequence[nn.Module]:
         """Every model but the transformer and the VAE."""
-        encoders = []
+        models = []
         for name, component in self.pipeline.components.items():
             if isinstance(component, nn.Module) and name not in ("transformer", "vae"):
-                encoders.append(component)
-        return encoders
+                models.append(component)
+        return models
 
-    # --- one call ---------------------------------------------------------------------------------
+    # --- a call -----------------------------------------------------------------------------------
 
     def _run(
-        self,
-        source: _Recorder | _Player,
-        items: Sequence[Item],
-        size: tuple[int, int],
-        times: Sequence[tuple[float, float]] | None = None,
-        **arguments: Any,
+        self, tape: _Tape, items: Sequence[Item], steps: Steps | None = None, **arguments: Any
     ) -> Any:
-        """What the call of a driven copy stops with, or returns.
+        """What the call for ``items`` stops with, or returns.
 
-        ``times``: the steps; None: the pipeline's own schedule, and stop where the loop begins.
+        ``steps``: None: the call makes its own schedule, and stops where the loop begins.
         """
+        scheduler = copy.copy(self._scheduler)
+        scheduler.step = functools.partial(_stop_at_step, tape)
+        if steps is not None:
+            scheduler.set_timesteps = functools.partial(_set_steps, scheduler, steps)
         driven = copy.copy(self.pipeline)
         driven.__class__ = _driven(self.pipeline_class)
-        scheduler = copy.copy(self._scheduler)
-        scheduler.times = times
         vars(driven).update(
+            tape=tape,
             scheduler=scheduler,
-            source=source,
             calls=Counter(),
-            stops_before_loop=times is None,
-            on=self.device,
+            placed_on=self.device,
+            stops_before_loop=steps is None,
             _progress_bar_config={"disable": True},
         )
         arguments = {
             **self.pipeline_arguments(items[0]),
+            "prompt": [item.prompt for item in items],
             "num_inference_steps": 2,  # a schedule that ends above 0 needs two
             "output_type": "latent",
-            "prompt": [item.prompt for item in items],
             **arguments,
         }
-        arguments["height"], arguments["width"] = size
         if "negative_prompt" in arguments:
             arguments["negative_prompt"] = [arguments["negative_prompt"]] * len(items)
+        if self._draws_itself and tape.latents is not None:
+            arguments["latents"] = tape.latents
+        decodes = steps == ()  # the VAE computes in float32
         try:
-            return self._call_function(driven, **arguments)
+            with nullcontext() if decodes else self.autocast():
+                return self._own_call(driven, **arguments)
         except _Stop as stop:
             return stop.value
 
     @override
     def pipeline_arguments(self, item: Item) -> dict[str, Any]:
-        arguments = super().pipeline_arguments(item)
-        arguments |= dict.fromkeys(self.switched_off, False)
-        if "max_area" in self.accepted:
-            arguments["max_area"] = item.height * item.width
+        height, width = item.size
+        values = {
+            "prompt": item.prompt,
+            "height": height,
+            "width": width,
+            "max_area": height * width,
+            "max_sequence_length": self.max_sequence_length,
+        }
+        arguments: dict[str, Any] = {n: v for n, v in values.items() if n in self.arguments}
+        arguments |= {name: False for name in self.arguments if _SWITCHED_OFF.search(name)}
         if item.images:
             images = [image.convert("RGB") for image in item.images]
-            arguments[self.references] = images if len(images) > 1 else images[0]
-        return arguments
-
-    @override
-    def length_arguments(self, height: int, width: int) -> dict[str, int]:
-        lengths = {"height": height, "width": width}
-        if "max_sequence_length" in self.accepted:
-            lengths["max_sequence_length"] = self.max_sequence_length
-        return lengths
+            arguments[str(self.reference_argument)] = images if len(images) > 1 else images[0]
+        return arguments | self.guidance_arguments()
 
     @override
     def guidance_arguments(self, guided: bool = True) -> dict[str, object]:
+        if self.scale is None:
+            return {}
         if not self.scale_guides:
             return {self.scale: self.guidance_scale}
         if not (guided and self.uses_true_cfg):
-            return {self.scale: 0.0}  # no pipeline guides then, also where scales count from 0
-        arguments: dict[str, object] = {self.scale: self.guidance_scale}
-        if self.has_true_cfg:
-            arguments["negative_prompt"] = self.negative_prompt
-        return arguments
+            return {self.scale: 0.0}  # unguided also where the pipeline counts from 0
+        negative = {"negative_prompt": self.negative_prompt} if self.has_true_cfg else {}
+        return {self.scale: self.guidance_scale, **negative}
+
+    @override
+    def noise_arguments(self, seed: int, item: Item) -> dict[str, Any]:
+        return {"generator": torch.Generator().manual_seed(seed)}
 
     # --- texts and references ---------------------------------------------------------------------
 
@@ -326,132 +307,128 @@ class GenericPolicy(DiffusersPolicy):
         rows = []
         with ExitStack() as copied:  # one transfer of the encoders for all that is not cached
             for item in items:
-                key = (_item_key(item), length)
+                key = _item_key(item)
                 if key not in recordings:
-                    recordings[key] = self._recording(item, length, copied)
+                    recordings[key] = self._recording(item.load(), key, length, copied)
                 rows.append(recordings[key])
-        self._example = self._example or rows[0]
         return RecordedConditioning(rows)
 
-    def _recording(self, item: Item, length: int, copied: ExitStack) -> Recording:
-        key = _item_key(item)
-
+    def _recording(self, item: Item, key: Hashable, length: int, copied: ExitStack) -> Recording:
         def compute() -> dict[Key, Any]:
             copied.enter_context(self._offloaded_text.on_device())
             copied.enter_context(self._offloaded_vae.on_device())
-            recorder = self._recorded([item], length)
+            tape = self._recorded([item], length)
             if self._shares_calls is None and not item.images:
-                self._shares_calls = self._has_rows(recorder, item, length)
-            return recorder.results
+                self._shares_calls = self._has_rows(tape, item, length)
+            return tape.results
 
         results = self._texts.get((key, length), compute)
-        if key not in self._signatures:
-            self._signatures[key] = _signature(results)
-        on_device = tree_map_only(torch.Tensor, lambda x: x.to(self.device), results)
-        return Recording(item, on_device, (_signature(results), length))
+        signature = _signature(results)
+        self._signatures[key] = signature
+        on_device = tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device), results)
+        recording = Recording(item, on_device, signature)
+        self._examples.setdefault(item.size, recording)
+        return recording
 
-    def _recorded(self, items: Sequence[Item], length: int) -> _Recorder:
-        recorder = _Recorder()
-        (first, *_) = items
-        lengths = {"max_sequence_length": length} if "max_sequence_length" in self.accepted else {}
+    def _recorded(self, items: Sequence[Item], length: int) -> _Tape:
+        tape = _Tape()
+        lengths = {"max_sequence_length": length} if "max_sequence_length" in self.arguments else {}
         generator = [torch.Generator().manual_seed(0) for _ in items]
-        self._run(recorder, items, first.size, generator=generator, **lengths)
-        self._keep_shape(first.size, recorder.noise)
-        return recorder
+        self._run(tape, items, generator=generator, **lengths)
+        return tape
 
-    def _has_rows(self, single: _Recorder, item: Item, length: int) -> bool:
-        """Whether two texts in a call have the features of each, one after the other."""
-        pair = self._recorded([item, item], length)
-        joined = [_joined([value, value]) for value in single.results.values()]
-        shapes = [leaf.shape for leaf in tree_leaves(joined) if isinstance(leaf, torch.Tensor)]
-        of_pair = tree_leaves(list(pair.results.values()))
-        return shapes == [leaf.shape for leaf in of_pair if isinstance(leaf, torch.Tensor)]
+    def _has_rows(self, tape: _Tape, item: Item, length: int) -> bool:
+        """Whether a call with two texts computes what ``_joined`` makes of a call for each."""
+        joined = [_joined([value, value]) for value in tape.results.values()]
+        pair = list(self._recorded([item, item], length).results.values())
+        return _shapes(joined) == _shapes(pair)
 
     @override
     def batch_key(self, item: Item) -> Hashable:
-        """Equal where samples may share a call.
+        """Equal for samples that may share a call.
 
-        Sharded transformers need the same number of forwards in each process: one a sample.
+        Processes that shard the transformer need equal numbers of calls: one for each sample.
         """
-        if item.images or isinstance(self.transformer, FSDPModule):
+        if item.num_references or isinstance(self.transformer, FSDPModule):
             return object()
-        return item.height, item.width, self._signatures.get(_item_key(item))
+        return item.size, self._signatures.get(_item_key(item))
 
     @override
     def size_like(self, item: Item, resolution: int) -> tuple[int, int]:
-        """About the area ``resolution``² in the shape of ``item`` or its first image."""
-        height, width = item.height, item.width
-        if height is None or width is None:
+        """About the area ``resolution``² in the shape of ``item``, or else of its first image."""
+        if item.height is None or item.width is None:
             width, height = item.images[0].size
-        scale = resolution / math.sqrt(height * width)
-        multiple = self.size_multiple
-        sides = [max(1, round(side * scale / multiple)) * multiple for side in (height, width)]
-        return sides[0], sides[1]
+        else:
+            height, width = item.size
+        unit = math.sqrt(height * width) / resolution * self.size_multiple
+        rows, columns = max(1, round(height / unit)), max(1, round(width / unit))
+        return rows * self.size_multiple, columns * self.size_multiple
 
     # --- schedule, noise, velocity, image ---------------------------------------------------------
 
-    def _player(self, size: tuple[int, int]) -> _Player:
-        """For what depends on the size alone: with any text."""
-        if self._example is None:
-            images = (Image.new("RGB", size[::-1], "gray"),) if self.needs_image else ()
-            self.encode([Item(0, "", *size, references=images)])
-        assert self._example is not None
-        return _Player([self._example])
+    def _example(self, size: tuple[int, int]) -> Recording:
+        """Of any item of this size, for what depends on the size alone."""
+        if size not in self._examples:
+            height, width = size
+            images = (Image.new("RGB", (width, height), "gray"),) if self.needs_image else ()
+            self.encode([Item(0, "", height, width, references=images)])
+        return self._examples[size]
 
     @torch.no_grad()
     @override
     def sigmas(self, num_steps: int, height: int, width: int) -> torch.Tensor:
         """As the pipeline's call makes them."""
-        key = (num_steps, height, width)
-        if key not in self._schedules:
-            player = self._player((height, width))
+        size = (height, width)
+        if (num_steps, *size) not in self._schedules:
+            example = self._example(size)
             with self._offloaded_vae.on_device():
                 scheduler = self._run(
-                    player,
-                    [player.recordings[0].item],
-                    (height, width),
-                    num_inference_steps=num_steps,
+                    _Tape([example]), [example.item], num_inference_steps=num_steps
                 )
             sigmas = scheduler.sigmas.to("cpu", torch.float32)
-            times = self._times.setdefault((height, width), {})
-            times.update(zip(sigmas.tolist(), scheduler.timesteps.tolist(), strict=False))
-            self._schedules[key] = sigmas
-        return self._schedules[key].clone()
+            times = zip(sigmas.tolist(), scheduler.timesteps.tolist(), strict=False)
+            self._times.setdefault(size, {}).update(times)
+            self._schedules[num_steps, *size] = sigmas
+        return self._schedules[num_steps, *size].clone()
 
     def _time(self, sigma: float, size: tuple[int, int]) -> float:
-        """What the transformer gets at σ: 1000σ, but where the pipeline rounds or shifts it."""
+        """What the transformer gets at ``sigma``: 1000σ, unless the pipeline rounds or shifts it.
+
+        Between the σ of its schedules, it is interpolated.
+        """
         if size not in self._times:
             self.sigmas(20, *size)
         times = self._times[size]
         if sigma in times:
             return times[sigma]
-        sigmas = sorted(times)
-        return float(np.interp(sigma, [0.0, *sigmas], [0.0, *(times[s] for s in sigmas)]))
+        known = sorted(times.items() | {(0.0, 0.0)})
+        return float(np.interp(sigma, *zip(*known, strict=True)))
 
     @torch.no_grad()
     @override
     def initial_latents(self, seeds: Sequence[int], height: int, width: int) -> torch.Tensor:
         size = (height, width)
-        noise = []
+        example = self._example(size)
+        steps = [(1.0, 1000.0)] if self._draws_itself else None
+        rows = []
         with self._offloaded_vae.on_device():
             for seed in seeds:
-                player = self._player(size)
+                tape = _Tape([example])
                 generator = torch.Generator().manual_seed(int(seed))
-                self._run(player, [player.recordings[0].item], size, generator=generator)
-                self._keep_shape(size, player.noise)
-                noise.append(_tokens(player.noise))
-        return to_device(torch.cat(noise), self.device)
-
-    def _keep_shape(self, size: tuple[int, int], noise: torch.Tensor) -> None:
-        self._shapes[size] = noise.shape[1:]
-        self._latents_dtype = noise.dtype
+                self._run(tape, [example.item], steps, generator=generator)
+                rows.append(_tokens(tape.noise).float())
+        self._shapes[size] = tape.noise.shape
+        self._latents_dtype = tape.noise.dtype
+        return to_device(torch.cat(rows), self.device)
 
     def _latents(self, tokens: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
-        """Tokens (B, L, C) in the shape that the pipeline draws."""
+        """Tokens (B, L, C) in the pipeline's shape."""
         if size not in self._shapes:
             self.initial_latents([0], *size)
         shape = self._shapes[size]
-        return tokens if len(shape) == 2 else tokens.transpose(1, 2).unflatten(2, shape[1:])
+        if len(shape) == 3:
+            return tokens
+        return tokens.transpose(1, 2).unflatten(2, shape[2:])
 
     @override
     def velocity(
@@ -463,115 +440,118 @@ class GenericPolicy(DiffusersPolicy):
         width: int,
         guided: bool = True,
     ) -> torch.Tensor:
-        """One call for each σ, and for each signature or sample with references."""
-        assert isinstance(conditioning, RecordedConditioning)
+        """With a call for each σ, and for each signature or sample with references."""
+        recordings = conditioning.recordings
+        guidance = {} if guided else self.guidance_arguments(guided=False)
         groups: dict[Hashable, list[int]] = {}
-        for row, value in enumerate(sigma.tolist()):
-            recording = conditioning.recordings[row]
-            shares = self._shares_calls and not recording.item.images
-            group = (value, recording.signature if shares else row)
-            groups.setdefault(group, []).append(row)
-        velocities = {}
+        for row, (value, recording) in enumerate(zip(sigma.tolist(), recordings, strict=True)):
+            shares = self._shares_calls and not recording.item.num_references
+            key = (value, recording.signature if shares else row)
+            groups.setdefault(key, []).append(row)
+        parts = []
         for (value, _), rows in groups.items():
-            recordings = [conditioning.recordings[row] for row in rows]
-            part = latents if len(groups) == 1 else latents[rows]
-            result = self._velocity(part, value, recordings, (height, width), guided)
-            velocities.update(zip(rows, result.split(1), strict=True))
-        if len(groups) == 1:
-            return result
-        return torch.cat([velocities[row] for row in range(len(latents))])
-
-    def _velocity(
-        self,
-        latents: torch.Tensor,
-        sigma: float,
-        recordings: Sequence[Recording],
-        size: tuple[int, int],
-        guided: bool,
-    ) -> torch.Tensor:
-        steps = [(sigma, self._time(sigma, size))]
-        player = _Player(recordings, self._latents(latents, size).to(self._latents_dtype))
-        items = [recording.item for recording in recordings]
-        arguments = {} if guided else self.guidance_arguments(guided=False)
-        with self.autocast():
-            velocity = self._run(player, items, size, steps, **arguments)
-        return _tokens(velocity).float()
+            noisy = self._latents(latents[rows], (height, width)).to(self._latents_dtype)
+            tape = _Tape([recordings[row] for row in rows], noisy)
+            items = [recordings[row].item for row in rows]
+            steps = [(value, self._time(value, (height, width)))]
+            parts.append(_tokens(self._run(tape, items, steps, **guidance)).float())
+        order = np.argsort(np.concatenate(list(groups.values())))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)[order]
 
     @torch.no_grad()
     @override
     def decode(self, latents: torch.Tensor, height: int, width: int) -> list[Image.Image]:
-        images = []
         size = (height, width)
+        example = self._example(size)
+        images = []
         with self._offloaded_vae.on_device():
             for row in latents.split(1):
-                player = self._player(size)
-                player.latents = self._latents(row, size)
-                item = player.recordings[0].item
-                output = self._run(player, [item], size, times=(), output_type="pil")
+                tape = _Tape([example], self._latents(row, size))
+                output = self._run(tape, [example.item], steps=(), output_type="pil")
                 images.append(output[0][0])
         return images
 
     @override
     def _forward(self, inputs: Any) -> torch.Tensor:
-        raise NotImplementedError("the pipeline's own call makes the forwards")
+        raise NotImplementedError("the pipeline's call makes the forwards")
 
 
 @functools.cache
 def generic_policy(pipeline_class: type[DiffusionPipeline]) -> type[GenericPolicy]:
-    """The policy of ``pipeline_class``, by the arguments of its call.
+    """The policy of ``pipeline_class``, by the arguments of its call and its components.
 
     Raises:
-        PolicyLoadError: It cannot be a policy, for a reason that its arguments show.
+        PolicyLoadError: Its arguments show that it cannot be one.
     """
     name = pipeline_class.__name__
-    parameters = inspect.signature(pipeline_class.__call__).parameters
-    missing = [argument for argument in ("prompt", "height", "width") if argument not in parameters]
+    arguments = inspect.signature(pipeline_class.__call__).parameters
+    missing = {"prompt", "height", "width", "latents", "num_inference_steps"} - set(arguments)
     if missing:
         raise PolicyLoadError(
-            f"{name} cannot be trained: its call takes no {' and no '.join(missing)}"
+            f"{name} cannot be trained: its call takes no {' and no '.join(sorted(missing))}"
         )
-    guidance = parameters.get("guidance_scale")
-    is_embedded = False
-    if "true_cfg_scale" in parameters:
-        is_embedded = guidance is not None and guidance.default is not None
-    scale = (
-        "true_cfg_scale"
-        if "true_cfg_scale" in parameters and not is_embedded
-        else ("guidance_scale")
+    # Where both scales are in use, ``guidance_scale`` is an input of the transformer.
+    scales = [argument for argument in arguments if argument.endswith("guidance_scale")]
+    scales = [argument for argument in scales if arguments[argument].default is not None]
+    has_true_scale = "true_cfg_scale" in arguments
+    if has_true_scale and not scales:
+        scales = ["true_cfg_scale"]
+        has_true_scale = False
+    guides = "negative_prompt" in arguments or hasattr(
+        pipeline_class, "do_classifier_free_guidance"
     )
-    has_property = hasattr(pipeline_class, "do_classifier_free_guidance")
-    scale_guides = not is_embedded and ("negative_prompt" in parameters or has_property)
-    references = [argument for argument in _REFERENCES if argument in parameters]
-    length = parameters.get("max_sequence_length")
+    scale_guides = guides and not has_true_scale and scales[:1] != ["distilled_guidance_scale"]
+    references = [a for a in ("image", "images", "input_images") if a in arguments]
+    length = arguments.get("max_sequence_length")
     components = inspect.signature(pipeline_class.__init__).parameters
     tokenizers = [component for component in components if component.startswith("tokenizer")]
-    off = [argument for argument in parameters if _SWITCHED_OFF.search(argument)]
-    members = {
+    facts = {
+        "__doc__": f"``{name}``, by its own call.",
         "pipeline_class": pipeline_class,
         "family": name,
-        "scale": scale,
+        "arguments": frozenset(arguments),
+        "scale": scales[0] if scales else None,
         "scale_guides": scale_guides,
-        "accepted": frozenset(parameters),
-        "switched_off": tuple(off),
-        "references": references[0] if references else "",
+        "has_true_cfg": scale_guides and "negative_prompt" in arguments,
+        "reference_argument": references[0] if references else None,
         "edits_images": bool(references),
-        "needs_image": any(parameters[r].default is inspect.Parameter.empty for r in references),
         "several_images": bool(references),
-        "has_true_cfg": scale_guides and "negative_prompt" in parameters,
-        "text_limit": (length.default if length else None) or 512,
+        "needs_image": any(arguments[a].default is inspect.Parameter.empty for a in references),
+        "text_limit": (length and length.default) or 512,
         "cuts_text": length is not None,
         "tokenizer_folder": tokenizers[-1] if tokenizers else "processor",
-        "__doc__": f"``{name}``, driven through its own call.",
     }
-    return type(f"Generic{name}", (GenericPolicy,), members)
+    return type(f"Generic{name}", (GenericPolicy,), facts)
+
+
+def _set_steps(
+    scheduler: FlowMatchEulerDiscreteScheduler,
+    steps: Steps,
+    num_inference_steps: int | None = None,
+    device: torch.device | str = "cpu",
+    sigmas: Sequence[float] | None = None,
+    mu: float | None = None,
+    timesteps: Sequence[float] | None = None,
+) -> None:
+    """In place of the scheduler's ``set_timesteps``: these steps."""
+    schedule = torch.tensor([*steps, (0.0, 0.0)])
+    scheduler.sigmas = to_device(schedule[:, 0], device)
+    scheduler.timesteps = to_device(schedule[:-1, 1], device)
+    scheduler.num_inference_steps = len(steps)
+
+
+def _stop_at_step(tape: _Tape, model_output: Any, timestep: Any, sample: Any, **_: Any) -> None:
+    """In place of the scheduler's ``step``."""
+    tape.noise = sample
+    raise _Stop(model_output)
 
 
 def _lora_targets(transformer: nn.Module) -> tuple[str, ...]:
     """Linear layers of attention and feed-forward in the repeated blocks, by their names there."""
     targets = set()
     for name, module in transformer.named_modules():
-        inside = re.sub(r"^.*?\.\d+\.", "", name)  # a block is numbered
-        is_adapted = inside != name and _ADAPTED.match(inside) and not _NOT_ADAPTED.search(inside)
+        inside = re.sub(r"^.*?\.\d+\.", "", name)  # blocks are numbered
+        is_adapted = inside != name and _ADAPTED.search(inside) and not _NOT_ADAPTED.search(inside)
         if is_adapted and isinstance(module, nn.Linear):
             targets.add(inside)
     return tuple(sorted(targets))
@@ -582,15 +562,15 @@ def _item_key(item: Item) -> Hashable:
 
 
 def _tokens(latents: Any) -> torch.Tensor:
-    """Latents of a pipeline as tokens (B, L, C)."""
+    """A pipeline's latents (B, L, C), (B, C, h, w) or (B, C, 1, h, w) as tokens (B, L, C)."""
     if isinstance(latents, list):
         latents = torch.stack(latents)
     return latents if latents.ndim == 3 else latents.flatten(2).transpose(1, 2)
 
 
-def _without_noise(value: Any) -> tuple[Any, Any]:
-    """The noise that ``prepare_latents`` returns, and the rest of what it returns."""
-    return (value[0], (None, *value[1:])) if isinstance(value, tuple) else (value, None)
+def _with_noise(value: Any, noise: Any) -> Any:
+    """What ``prepare_latents`` returns, with other noise."""
+    return (noise, *value[1:]) if isinstance(value, tuple) else noise
 
 
 def _joined(values: Sequence[Any]) -> Any:
@@ -600,24 +580,26 @@ def _joined(values: Sequence[Any]) -> Any:
         return first
     if isinstance(first, torch.Tensor):
         return torch.cat(list(values)) if first.shape[:1] == (1,) else first
-    if isinstance(first, list) and len(first) == 1:  # a list with an entry for each text
+    if isinstance(first, list) and len(first) == 1:  # an entry for each text
         return [value[0] for value in values]
-    if isinstance(first, (list, tuple)):
+    if isinstance(first, list | tuple):
         return type(first)(_joined(parts) for parts in zip(*values, strict=True))
     return first
 
 
 def _signature(value: Any) -> Hashable:
-    """Equal for values that ``_joined`` can join."""
+    """Equal for values that ``_joined`` can join; tensors are on the CPU."""
     if isinstance(value, torch.Tensor):
         if value.shape[:1] == (1,):
             return value.shape
-        digest = hashlib.blake2b(value.contiguous().view(torch.uint8).numpy().tobytes())
+        digest = hashlib.blake2b(value.contiguous().view(torch.uint8).numpy())
         return value.shape, digest.digest()
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], torch.Tensor):
         return value[0].shape
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_signature, value))
     if isinstance(value, dict):
-        return tuple(map(_signature, value.values()))
-    return repr(value)
+        value = list(value.values())
+    return tuple(map(_signature, value)) if isinstance(value, list | tuple) else repr(value)
+
+
+def _shapes(values: Any) -> list[torch.Size]:
+    return [leaf.shape for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]

@@ -164,13 +164,12 @@ def _own_image(policy: DiffusersPolicy, item: Item, num_steps: int) -> Image.Ima
 
 def _pipeline_image(policy: DiffusersPolicy, item: Item, num_steps: int) -> Image.Image:
     """Of diffusers' own loop, with the policy's weights in the precision of training."""
-    noise = policy.initial_latents([_SEED], *item.size)
     with policy.whole_pipeline(item) as pipe, policy.autocast():
         pipe.set_progress_bar_config(disable=True)
         result = pipe(  # pyright: ignore[reportCallIssue] - each pipeline defines its own
             **policy.pipeline_arguments(item),
+            **policy.noise_arguments(_SEED, item),
             num_inference_steps=num_steps,
-            latents=policy.pipeline_latents(noise, item),
         )
     return on_white(result.images[0])
 
