@@ -12,8 +12,9 @@ from transformers import AutoTokenizer
 
 from paco_grpo import architectures
 from paco_grpo.architectures import pipeline_of
-from paco_grpo.estimate import fake_device, generator
+from paco_grpo.estimate import fake_device, generator, judge
 from paco_grpo.estimate.fake_device import FakeDevice, fake_cpu, measured
+from paco_grpo.estimate.judge import JudgePart
 from paco_grpo.policies import PolicySettings, load_policy
 from paco_grpo.policies.memory import quantizable
 
@@ -160,6 +161,7 @@ def command(tiny_flux_dir, tiny_flux, monkeypatch):
     work = {"denoise": 3.1e17, "train": 0.9e17}
     flux = dataclasses.replace(tiny_flux, epoch=work, resident=dict(tiny_flux.resident))
     monkeypatch.setattr(generator, "estimate", lambda *_: flux)
+    monkeypatch.setattr(judge, "judge_part", lambda *_: JudgePart(["its line"], 900.0, gpus=2))
     config = ["--config", f"{ROOT}/config/grpo.py:t2is"]
     config.append(f"--config.pretrained.model={tiny_flux_dir}")
 
@@ -186,12 +188,14 @@ def test_the_command_tells_seconds_of_an_epoch_and_hours_of_a_run(
     assert run("--processes", "3", *words) == 0
     lines = capsys.readouterr().out.splitlines()
     (row,) = (line.split() for line in lines if line.startswith("an epoch"))
-    hours = sum(flux.epoch.values()) / (1e12 * teraflops) / 3600
-    assert [float(word) for word in row[-2:]] == [400_000, pytest.approx(3600 * hours, abs=0.06)]
+    seconds = sum(flux.epoch.values()) / (1e12 * teraflops)
+    assert [float(word) for word in row[-2:]] == [400_000, pytest.approx(seconds, abs=0.06)]
+    assert "its line" in lines
+    hours = (seconds + 900) / 3600
     (toy,) = (line for line in lines if line.startswith("16 epochs"))
-    assert f": {16 * hours:.1f} hours, {3 * 16 * hours:.1f} GPU-hours" in toy
+    assert f": {16 * hours:.1f} hours, {5 * 16 * hours:.1f} GPU-hours" in toy
     (published,) = (line for line in lines if line.startswith("6 hours"))
-    assert f": {6 / hours:.0f} epochs, 18 GPU-hours" in published
+    assert f": {6 / hours:.0f} epochs, 30 GPU-hours" in published
 
 
 def test_the_command_sets_its_status(command, capsys):

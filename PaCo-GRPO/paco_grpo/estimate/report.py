@@ -7,8 +7,8 @@ Needs no weights, no GPU, and a minute or two.
 
 The policy encodes, samples, decodes and trains at the model's real shapes on a device that computes
 shapes alone. The seconds assume that a GPU reaches a share of its stated peak (--share), and without
-compiled blocks no more than an H100 does. Not estimated: rewards, reading and writing, the time to
-compile.
+compiled blocks no more than an H100 does. The judge's part needs the run's prompts. Not estimated:
+other rewards, reading and writing, the time to compile.
 
 Exit status: 0 = it fits; 1 = an error; 2 = a wrong option; 3 = it does not fit.
 """
@@ -58,6 +58,8 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=1, help="GPUs that share an epoch")
     share = f"of the stated peak that is reached (default {SHARE}; not compiled: see above)"
     parser.add_argument("--share", type=float, help=share)
+    text = "GPUs of the same kind that serve the judge of PaCo-Reward-7B's size (default 1)"
+    parser.add_argument("--judge_gpus", type=int, default=1, help=text)
     arguments, rest = parse_beside_options(parser, words)
     return run_command(lambda: report(arguments, rest), ImportError, OSError)
 
@@ -80,6 +82,7 @@ def report(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     from transformers.utils import logging as transformers_logging
 
     from paco_grpo.estimate.generator import RESERVE, estimate
+    from paco_grpo.estimate.judge import judge_part
     from paco_grpo.estimate.table import advice
     from paco_grpo.options import read_options
 
@@ -97,8 +100,12 @@ def report(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
         teraflops = flops / 1e12
         print(f"{phase:<12}{teraflops:>9.0f}{teraflops / (share * stated):>9.1f}")
     print(f"seconds: assumed {share:.0%} of the stated {stated} TFLOP a second")
-    seconds = epoch["an epoch"] / 1e12 / (share * stated)
-    print(lengths_of_runs(seconds / 3600, arguments.processes))
+    phases = {phase: flops / (share * stated * 1e12) for phase, flops in estimated.epoch.items()}
+    judge = judge_part(options, phases, arguments.processes, arguments.judge_gpus, stated)
+    for line in judge.lines:
+        print(line)
+    hours = (sum(phases.values()) + judge.waiting) / 3600
+    print(lengths_of_runs(hours, arguments.processes + judge.gpus))
     print("\nGiB on a GPU\nresident: " + _parts(estimated.resident))
     peaks = estimated.peaks
     for phase, peak in peaks.items():
