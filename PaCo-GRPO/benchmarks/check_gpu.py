@@ -17,7 +17,6 @@ import functools
 import gc
 import json
 import os
-import pkgutil
 import signal
 import subprocess
 import sys
@@ -73,9 +72,10 @@ def gradients(model: str, device: str, dtype: str) -> Any:
     import torch
 
     from paco_grpo import architectures
-    from paco_grpo.policies import POLICIES, PolicySettings
+    from paco_grpo.policies import PolicySettings
     from paco_grpo.policies.adapters import add_lora
     from paco_grpo.policies.diffusers_policy import TextConditioning
+    from paco_grpo.policies.loading import policy_of
     from paco_grpo.policies.reference_image import ReferenceConditioning
 
     settings = PolicySettings(device="meta", dtype=getattr(torch, dtype))
@@ -85,7 +85,7 @@ def gradients(model: str, device: str, dtype: str) -> Any:
     with architectures.with_blocks(model, 2):
         pipeline = architectures.pipeline_of(model, settings.dtype)
         transformer = architectures.module_of(model, "transformer", torch.float32, drawn_on)
-    policy = pkgutil.resolve_name(POLICIES[type(pipeline).__name__])(pipeline, settings)
+    policy = policy_of(type(pipeline))(pipeline, settings)
     policy.transformer = transformer.requires_grad_(False).eval()
     pipeline.register_modules(transformer=transformer)
     policy.device = torch.device(drawn_on)  # its other parts stay without weights

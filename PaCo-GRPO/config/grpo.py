@@ -168,6 +168,13 @@ def longcat_t2is() -> ConfigDict:
     return config
 
 
+def any_t2is() -> ConfigDict:
+    """Any pipeline of diffusers from text to image: --config.pretrained.model=NAME."""
+    config = t2is()
+    any_pipeline(config)
+    return config
+
+
 # --- editing -------------------------------------------------------------------------------------
 
 
@@ -257,6 +264,14 @@ def longcat_editing() -> ConfigDict:
     config = editing()
     longcat(config)
     config.pretrained.model = "meituan-longcat/LongCat-Image-Edit"
+    return config
+
+
+def any_editing() -> ConfigDict:
+    """Any pipeline of diffusers that edits an image: --config.pretrained.model=NAME."""
+    config = editing()
+    any_pipeline(config)
+    config.pretrained.model = "black-forest-labs/FLUX.1-Kontext-dev"
     return config
 
 
@@ -402,6 +417,13 @@ def toy_kontext() -> ConfigDict:
 
 
 # --- changes that several configurations share ---------------------------------------------------
+
+
+def any_pipeline(config: ConfigDict) -> None:
+    """Guidance, text length and steps of evaluations are what the pipeline does by itself."""
+    config.sample.guidance_scale = None
+    config.max_sequence_length = None
+    config.test.num_steps = 0
 
 
 def klein(config: ConfigDict) -> None:

@@ -6,9 +6,7 @@ of parameters (tests/test_estimate.py).
 """
 
 import dataclasses
-import importlib
 import inspect
-import pkgutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,7 +25,9 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from paco_grpo.options import ConfigError
-from paco_grpo.policies import POLICIES, Policy, PolicySettings
+from paco_grpo.policies import Policy, PolicySettings
+from paco_grpo.policies.loading import pipeline_class, policy_of
+from paco_grpo.policies.models import part_classes
 
 
 @dataclass(frozen=True)
@@ -331,6 +331,22 @@ KNOWN = {
 }
 
 
+def class_of(model: str) -> type[DiffusionPipeline]:
+    """The pipeline class of a hub name in ``KNOWN``, or of a local folder.
+
+    Raises:
+        ConfigError: ``model`` is neither.
+        PolicyLoadError: diffusers does not have the folder's pipeline.
+    """
+    if model in KNOWN:
+        return getattr(diffusers, KNOWN[model].pipeline)
+    if not Path(model).expanduser().is_dir():
+        raise ConfigError(
+            f"{model!r} is not known here: give a pipeline folder, or one of {', '.join(KNOWN)}"
+        )
+    return pipeline_class(model)
+
+
 def pipeline_of(
     model: str, dtype: torch.dtype, device: torch.device | str = "meta"
 ) -> DiffusionPipeline:
@@ -340,34 +356,27 @@ def pipeline_of(
         dtype: Data type of transformer and text encoders; the VAE is float32, as policies expect
             it.
 
-    Raises:
-        ConfigError: ``model`` is neither.
+    Raises: As ``class_of``.
     """
+    pipeline = class_of(model)
     if model in KNOWN:
         known = KNOWN[model]
         modules = {name: module_of(model, name, dtype, device) for name in known.modules}
         tokenizers = {name: _tokenizer(tokens) for name, tokens in known.tokenizers.items()}
         scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)  # its values do not matter to shapes
-        return getattr(diffusers, known.pipeline)(scheduler=scheduler, **modules, **tokenizers)
+        return pipeline(scheduler=scheduler, **modules, **tokenizers)
     folder = Path(model).expanduser()
-    if not (folder / "model_index.json").is_file():
-        raise ConfigError(
-            f"{model!r} is not known here: give a pipeline folder, or one of {', '.join(KNOWN)}"
-        )
     modules = {}
-    for name, entry in DiffusionPipeline.load_config(folder).items():
-        if not isinstance(entry, list) or not entry[0]:
-            continue  # a value, or a part that this pipeline does not have
-        library, class_name = entry
-        part_class = getattr(importlib.import_module(library), class_name)
+    index = DiffusionPipeline.load_config(folder)
+    for name, part_class in part_classes(index, folder).items():
         if not issubclass(part_class, nn.Module):
             continue
         if hasattr(part_class, "load_config"):
             config = part_class.load_config(folder / name)
         else:
             config = part_class.config_class.from_pretrained(folder / name)
-        modules[name] = _module(class_name, config, dtype, device)
-    return DiffusionPipeline.from_pretrained(folder, **modules)
+        modules[name] = _module(part_class.__name__, config, dtype, device)
+    return pipeline.from_pretrained(folder, **modules)
 
 
 def module_of(model: str, name: str, dtype: torch.dtype, device: torch.device | str) -> nn.Module:
@@ -475,7 +484,7 @@ def with_blocks(model: str, count: int) -> Iterator[None]:
 @contextmanager
 def random_weights(model: str) -> Iterator[None]:
     """Inside the block, the policy of ``model`` has random weights and loads none."""
-    policy = pkgutil.resolve_name(POLICIES[KNOWN[model].pipeline])
+    policy = policy_of(class_of(model))
 
     def from_pretrained(path: Path, settings: PolicySettings) -> Policy:
         pipeline = pipeline_of(model, settings.dtype, PartialState().device)

@@ -19,7 +19,8 @@ FUNCTIONS = [
     and inspect.signature(value).return_annotation is ConfigDict
     and name != "config_dict"
 ]
-REAL = [name for name in FUNCTIONS if name != "editing" and not name.startswith("toy_")]
+# Those of no one model, and the toys, need what their model needs.
+REAL = [name for name in FUNCTIONS if name != "editing" and not name.startswith(("toy_", "any_"))]
 # With each suffix of memory, and four with the others, too.
 SIZED = []
 for _name in REAL:

@@ -13,7 +13,7 @@ from tiny_policies import draw
 from tiny_run import as_arguments, load_script, overrides_for, rows_of
 
 from paco_grpo.options import OPTIONS, read_options
-from paco_grpo.policies import POLICIES, PolicySettings, load_policy
+from paco_grpo.policies import PolicySettings, load_policy
 from paco_grpo.rewards.registry import short_name
 from paco_grpo.types import Item
 
@@ -81,13 +81,12 @@ def test_every_command_trains(arguments, recipes, tiny_flux_dir, tmp_path, monke
     assert {f"reward/{reward}_mean" for reward in measured} <= set(row)
 
 
-def test_generator(recipes, monkeypatch, tiny_flux_dir):
+def test_generator(recipes, tiny_flux_dir):
     item = Item(0, "a red star")
     images = []
-    for target in (POLICIES["FluxPipeline"], "my_policies:MyPolicy"):
-        monkeypatch.setitem(POLICIES, "FluxPipeline", target)
-        policy = load_policy(tiny_flux_dir, PolicySettings(max_sequence_length=16))
-        assert type(policy).__name__ == target.partition(":")[2]
+    for name in (None, "my_policies:MyPolicy"):
+        policy = load_policy(tiny_flux_dir, PolicySettings(max_sequence_length=16), name)
+        assert type(policy).__name__ == ("MyPolicy" if name else "FluxPolicy")
         images += draw(policy, [item], [3], 32, 48, 2)
     assert images[0].size == (48, 32)
     assert np.abs(np.asarray(images[0], int) - np.asarray(images[1], int)).max() <= 1

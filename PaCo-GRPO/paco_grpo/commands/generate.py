@@ -46,13 +46,13 @@ logger = logging.getLogger(__name__)
 def generate(options: RunOptions, command: argparse.Namespace) -> int:
     """Write images, a sheet and, with a judge, scores.jsonl; returns the number of images kept."""
     items = items_to_draw(options, command)
+    options = resolve_for_images(options)
     check_items(options, {"given": items})
     check_headers(stored_images(items))
     adapter = find_lora(command.adapter, "--adapter") if command.adapter else None
     if command.best is not None and (command.best < 1 or not command.judge):
         raise ConfigError(f"--best {command.best} must be at least 1 and needs --judge URL")
     judge = _judge(options, command.judge, items) if command.judge else None
-    options = resolve_for_images(options)
     text_length(options, items)  # warns of prompts that will be truncated
     in_training = options.train.max_sequence_length
     logger.info(

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import pkgutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,20 +12,20 @@ import torch
 from PIL import Image
 from torch import nn
 
-from paco_grpo.architectures import pipeline_of
+from paco_grpo.architectures import class_of, pipeline_of
 from paco_grpo.data.sets import has_references, load_items, prompt_sets
 from paco_grpo.distributed import Strategy, blocks_of, gathered_dtype
 from paco_grpo.estimate import fake_device
 from paco_grpo.estimate.fake_device import FakeDevice, Measured, fake_cpu, measured
 from paco_grpo.objectives import Group, Objective, Step, create_objective
 from paco_grpo.options import RunOptions
-from paco_grpo.policies import POLICIES
 from paco_grpo.policies.adapters import add_adapters
 from paco_grpo.policies.diffusers_policy import DiffusersPolicy
-from paco_grpo.policies.loading import needed_length, policy_settings
+from paco_grpo.policies.loading import needed_length, policy_of, policy_settings
 from paco_grpo.policies.lora import lora_parameters
 from paco_grpo.policies.memory import quantizable
 from paco_grpo.sampling.denoise import Draws, Sampling, rollout
+from paco_grpo.training.resolve import resolve_defaults
 from paco_grpo.training.state import Plan, make_plan
 from paco_grpo.types import Conditioning, Item, Rollout
 
@@ -92,6 +91,8 @@ class Pieces:
 
 def estimate(options: RunOptions, name: str, processes: int, gpu_bytes: float) -> Estimate:
     """What each of ``processes`` GPUs does in an epoch, and what it holds of ``gpu_bytes``."""
+    pretrained = options.pretrained
+    options = resolve_defaults(options, policy_of(class_of(pretrained.model), pretrained.policy))
     objective = create_objective(options)
     plan = make_plan(options, processes, objective.gradient_steps)
     pieces = measure_pieces(options, plan, objective)
@@ -155,8 +156,7 @@ def build_policy(options: RunOptions, device: FakeDevice, on: str) -> DiffusersP
     """The policy with its adapters, before it is placed; its fake weights are ``on`` a device."""
     settings = dataclasses.replace(policy_settings(options, "meta"), quantize=None)
     pipeline = pipeline_of(options.pretrained.model, settings.dtype)
-    policy_class = pkgutil.resolve_name(POLICIES[type(pipeline).__name__])
-    policy = policy_class(pipeline, settings)
+    policy = policy_of(type(pipeline), options.pretrained.policy)(pipeline, settings)
     # The shapes of an adapter to start from are those of a new one.
     train = dataclasses.replace(options.train, lora_path=None)
     options = dataclasses.replace(options, train=train)

@@ -70,6 +70,11 @@ class PretrainedOptions:
     """The model that is trained."""
 
     model: Place = option("black-forest-labs/FLUX.1-dev", "diffusers folder or hub name")
+    policy: str | None = beyond_paper(
+        None,
+        "class that drives the model: generic, or package.module:Class; None: by the pipeline that "
+        "model_index.json names",
+    )
     quantize: Literal["nf4"] | None = beyond_paper(
         None, "frozen transformer in 4 bits; changes the numbers"
     )
@@ -92,7 +97,11 @@ class SampleOptions:
     transition: str = beyond_paper(
         "flow_sde", "noise step: flow_sde, cps, dance_sde or package.module:function"
     )
-    guidance_scale: NonNegative = option(3.5, "embedded guidance (FLUX) or scale of true CFG")
+    guidance_scale: NonNegative | None = option(
+        3.5,
+        "embedded guidance (FLUX) or scale of true CFG; None: the pipeline's default, with its "
+        "negative prompt",
+    )
     negative_prompt: str | None = option(
         None, "negative prompt of true CFG (a space is enough); None: no true CFG"
     )
@@ -223,7 +232,9 @@ class TestOptions:
         1024, "side in pixels of a square image; other shapes keep its area"
     )
     batch_size: Amount = option(1, "images per process and forward")
-    num_steps: Amount = option(20, "denoising steps")
+    num_steps: Annotated[int, Field(ge=0, le=100_000)] = option(
+        20, "denoising steps; 0: the pipeline's default"
+    )
     num_images: Count | None = beyond_paper(
         None,
         "images per evaluation, one of each test item in turn, several if there are fewer items; "
@@ -324,8 +335,9 @@ class RunOptions:
     item_size: Literal["exact", "aspect"] = option(
         "exact", "items' height and width: exact, or only their aspect"
     )
-    max_sequence_length: Whole = option(
-        512, "text tokens; 0 = the longest prompt, up to a multiple of 64"
+    max_sequence_length: Whole | None = option(
+        512,
+        "text tokens; 0 = the longest prompt, up to a multiple of 64; None: the pipeline's default",
     )
 
     mixed_precision: Literal["bf16", "no"] = option("bf16", "precision of forwards")

@@ -1,21 +1,28 @@
 """Find the policy class of a model, load it, and count the tokens of its texts."""
 
-import importlib
+import inspect
 import json
 import logging
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
+from diffusers import DiffusionPipeline
 from huggingface_hub import snapshot_download
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from paco_grpo.names import find_function
 from paco_grpo.options import ConfigError, RunOptions
+from paco_grpo.options.schema import PretrainedOptions
 from paco_grpo.policies.base import Policy, PolicyLoadError, PolicySettings
 from paco_grpo.policies.diffusers_policy import DiffusersPolicy
+from paco_grpo.policies.generic import generic_policy
+from paco_grpo.policies.models import part_classes
 from paco_grpo.policies.speed import compile_blocks, set_attention
 from paco_grpo.types import Item
 from paco_judge.errors import UserError
@@ -26,7 +33,7 @@ logger = logging.getLogger(__name__)
 _TEXT_MULTIPLE = 64  # tokens: what attention kernels and matrix products divide well
 
 # Pipeline class named in model_index.json -> "module:class" of a ``DiffusersPolicy``, imported on
-# use. Another generator is one more line here: docs/recipes.md#a-generator.
+# use. Others get the generic policy.
 POLICIES: dict[str, str] = {
     "FluxPipeline": "paco_grpo.policies.flux:FluxPolicy",
     "FluxKontextPipeline": "paco_grpo.policies.flux_kontext:FluxKontextPolicy",
@@ -43,6 +50,8 @@ POLICIES: dict[str, str] = {
     "ZImagePipeline": "paco_grpo.policies.z_image:ZImagePolicy",
 }
 
+GENERIC = "generic"  # as ``config.pretrained.policy``
+
 # Words in the names of models that were distilled to few steps.
 _DISTILLED = ("turbo", "schnell", "lightning", "lcm")
 
@@ -50,18 +59,20 @@ _DISTILLED = ("turbo", "schnell", "lightning", "lcm")
 def load_policy(
     model_path: str | Path,
     settings: PolicySettings = PolicySettings(),  # noqa: B008 - frozen
+    policy_name: str | None = None,
 ) -> DiffusersPolicy:
-    """Load the generator at ``model_path`` with the policy registered for its pipeline class.
+    """Load the generator at ``model_path``.
 
     Args:
         model_path: Diffusers pipeline folder, or a hub name such as
             ``black-forest-labs/FLUX.1-dev``.
         settings: Precision, device and guidance.
+        policy_name: As ``config.pretrained.policy``.
 
     Raises:
         PolicyLoadError: The model cannot be loaded, or has no true CFG for the negative prompt.
     """
-    policy = policy_class(model_path)
+    policy = policy_class(PretrainedOptions(model=str(model_path), policy=policy_name))
     if settings.negative_prompt is not None and not policy.has_true_cfg:
         raise PolicyLoadError(
             f"config.sample.negative_prompt={settings.negative_prompt!r}: the guidance of "
@@ -81,7 +92,29 @@ def load_generator(options: RunOptions, device: torch.device | str) -> Diffusers
     # They warn of each truncated prompt, where we count them once.
     for name in ("diffusers", "transformers.tokenization_utils_base"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    return load_policy(options.pretrained.model, policy_settings(options, device))
+    pretrained = options.pretrained
+    if policy_name(pretrained) == GENERIC:
+        _log_generic(options)
+    return load_policy(pretrained.model, policy_settings(options, device), pretrained.policy)
+
+
+def _log_generic(options: RunOptions) -> None:
+    """Say that the generic policy is used, and which options are not the pipeline's defaults."""
+    policy = policy_class(options.pretrained)
+    defaults = pipeline_defaults(policy)
+    settings = policy_settings(options, "cpu")
+    others = []
+    for option in ("sample.guidance_scale", "sample.negative_prompt", "max_sequence_length"):
+        name = option.rpartition(".")[2]
+        value, default = getattr(settings, name), getattr(defaults, name)
+        if value != default:
+            others.append(f"config.{option}={value!r} (the pipeline: {default!r})")
+    logger.info(
+        "%s is driven by its own call (config.pretrained.policy=generic). "
+        "config.sample.noise_level and noise_steps were chosen for FLUX.1's shift. %s",
+        policy.pipeline_class.__name__,
+        f"Not its defaults: {', '.join(others)}" if others else "Its other defaults are used.",
+    )
 
 
 def policy_settings(options: RunOptions, device: torch.device | str) -> PolicySettings:
@@ -110,22 +143,92 @@ def apply_speed(options: RunOptions, policy: Policy) -> None:
     policy.offload(text_encoders=speed.offload_text, vae=speed.offload_vae)
 
 
-def policy_class(model_path: str | Path) -> type[DiffusersPolicy]:
-    """The class of the generator, by ``_class_name`` in its ``model_index.json``."""
-    class_name = _read(model_path, "model_index.json").get("_class_name")
-    if class_name not in POLICIES:
+def policy_class(pretrained: PretrainedOptions) -> type[DiffusersPolicy]:
+    """The class that drives the generator ``pretrained.model``. Raises PolicyLoadError."""
+    return policy_of(pipeline_class(pretrained.model), pretrained.policy)
+
+
+def policy_name(pretrained: PretrainedOptions) -> str:
+    """Where the class that drives the generator is: ``generic``, or ``package.module:Class``.
+
+    Raises PolicyLoadError.
+    """
+    return pretrained.policy or _usual_policy(pipeline_class(pretrained.model))
+
+
+def _usual_policy(pipeline: type[DiffusionPipeline]) -> str:
+    return POLICIES.get(pipeline.__name__, GENERIC)
+
+
+def policy_of(pipeline: type[DiffusionPipeline], name: str | None = None) -> type[DiffusersPolicy]:
+    """The class that drives pipelines of class ``pipeline``; ``name``: ``config.pretrained.policy``.
+
+    Raises PolicyLoadError: It cannot be imported.
+    """
+    name = name or _usual_policy(pipeline)
+    if name == GENERIC:
+        return generic_policy(pipeline)
+    try:
+        policy = find_function(name, [GENERIC])
+    except ValueError as error:
+        raise PolicyLoadError(f"config.pretrained.policy={error}") from error
+    if not (isinstance(policy, type) and issubclass(policy, DiffusersPolicy)):
         raise PolicyLoadError(
-            f"{model_path}/model_index.json names {class_name}, a pipeline that PaCo-GRPO does not "
-            f"support. Supported: {', '.join(sorted(POLICIES))}. To add one, see "
+            f"config.pretrained.policy={name!r} is no subclass of DiffusersPolicy: see "
             "docs/recipes.md#a-generator"
         )
-    module, name = POLICIES[class_name].split(":")
-    return getattr(importlib.import_module(module), name)
+    return policy
 
 
-def size_multiple(model_path: str | Path) -> int:
-    """``Policy.size_multiple`` of the generator at ``model_path``."""
-    return policy_class(model_path).size_multiple_with(_read(model_path, "vae/config.json"))
+def pipeline_class(model_path: str | Path) -> type[DiffusionPipeline]:
+    """The class that ``model_index.json`` names; its parts are known to be loadable.
+
+    Raises PolicyLoadError.
+    """
+    index = _read(model_path, "model_index.json")
+    name = index.get("_class_name")
+    pipeline = getattr(diffusers, str(name), None)
+    if not isinstance(pipeline, type) or not issubclass(pipeline, DiffusionPipeline):
+        raise PolicyLoadError(
+            f"config.pretrained.model={model_path}: model_index.json names {name}, but diffusers "
+            f"{diffusers.__version__} has no such pipeline"
+        )
+    part_classes(index, model_path)
+    return pipeline
+
+
+@dataclass(frozen=True)
+class PipelineDefaults:
+    """What a pipeline's call does if it is told nothing but the prompt."""
+
+    num_steps: int
+    guidance_scale: float | None  # None: there is no one scale
+    negative_prompt: str | None  # None: no true CFG
+    max_sequence_length: int
+
+
+def pipeline_defaults(policy: type[DiffusersPolicy]) -> PipelineDefaults:
+    """The defaults of the pipeline that ``policy`` drives."""
+    call = inspect.signature(policy.pipeline_class.__call__)
+    defaults = {name: parameter.default for name, parameter in call.parameters.items()}
+    scale = defaults.get("guidance_scale") or defaults.get("true_cfg_scale")
+    negative = None
+    if policy.has_true_cfg and "true_cfg_scale" not in defaults:
+        # These pipelines take None for an empty text, those with a true_cfg_scale for no guidance.
+        negative = defaults.get("negative_prompt") or ""
+    tokens = defaults.get("max_sequence_length") or policy.text_limit
+    return PipelineDefaults(
+        num_steps=defaults["num_inference_steps"],
+        guidance_scale=None if scale is None else float(scale),
+        negative_prompt=negative,
+        max_sequence_length=tokens,
+    )
+
+
+def size_multiple(pretrained: PretrainedOptions) -> int:
+    """``Policy.size_multiple`` of the generator."""
+    policy = policy_class(pretrained)
+    return policy.size_multiple_with(_read(pretrained.model, "vae/config.json"))
 
 
 def fewest_steps(model_path: str | Path) -> int:
@@ -153,12 +256,12 @@ def text_length(
     """
     model = options.pretrained.model
     length = attrgetter(option)(options)
-    policy = policy_class(model)
+    policy = policy_class(options.pretrained)
     if length > policy.text_limit:
         raise ConfigError(
             f"config.{option}={length}: {model} supports at most {policy.text_limit}; 0: as needed"
         )
-    tokenizer = load_tokenizer(model)
+    tokenizer = load_tokenizer(options.pretrained)
     prompts = {item.prompt for item in items}
     if options.sample.negative_prompt:
         prompts.add(options.sample.negative_prompt)
@@ -183,13 +286,14 @@ def needed_length(counts: Iterable[int], limit: int) -> int:
     return min(limit, math.ceil(longest / _TEXT_MULTIPLE) * _TEXT_MULTIPLE)
 
 
-def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
-    """The tokenizer that limits the prompts of ``model``."""
-    folder = policy_class(model).tokenizer_folder
+def load_tokenizer(pretrained: PretrainedOptions) -> PreTrainedTokenizerBase:
+    """The tokenizer that limits the prompts of the generator."""
+    folder = policy_class(pretrained).tokenizer_folder
     # By its own path: as "subfolder", transformers asks for a config.json that tokenizers of
     # pipelines do not have.
     return AutoTokenizer.from_pretrained(
-        local_folder(model, f"{folder}/*", option="config.pretrained.model") / folder
+        local_folder(pretrained.model, f"{folder}/*", option="config.pretrained.model") / folder,
+        trust_remote_code=False,
     )
 
 

@@ -1,7 +1,9 @@
 """Loads the models of a pipeline, and puts them on their device."""
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import diffusers
 import torch
@@ -9,6 +11,7 @@ import transformers
 from diffusers import DiffusionPipeline
 from torch import nn
 
+from paco_grpo.policies.base import PolicyLoadError
 from paco_judge.weights import from_pretrained_strict
 
 logger = logging.getLogger(__name__)
@@ -17,25 +20,52 @@ logger = logging.getLogger(__name__)
 def load_models(path: str | Path, dtype: torch.dtype) -> dict[str, nn.Module]:
     """The pipeline's models by name.
 
-    diffusers' own pipeline would also load models whose files lack tensors.
+    diffusers' own pipeline would also load models whose files lack tensors, and pickles.
+
+    Raises PolicyLoadError: A part of the pipeline is of another library.
     """
-    config = DiffusionPipeline.load_config(path)
     models = {}
-    for name in ("text_encoder", "text_encoder_2", "text_encoder_3", "transformer", "vae"):
-        library, class_name = config.get(name, (None, None))
-        if library is None:
-            continue
-        if library == "transformers":
+    for name, part_class in part_classes(DiffusionPipeline.load_config(path), path).items():
+        if issubclass(part_class, transformers.PreTrainedModel):
             models[name] = from_pretrained_strict(
-                getattr(transformers, class_name),
+                part_class,
                 path,
                 subfolder=name,
                 dtype=dtype,
                 use_safetensors=True,  # reading a pickle runs its code
             )
-            continue
-        models[name] = _load_model(getattr(diffusers, class_name), path, name, dtype)
+        elif issubclass(part_class, diffusers.ModelMixin):
+            models[name] = _load_model(part_class, path, name, dtype)
     return models
+
+
+def part_classes(index: Mapping[str, Any], path: str | Path) -> dict[str, type]:
+    """The classes of a pipeline's parts by name: models, tokenizers, the scheduler and others.
+
+    Args:
+        index: model_index.json of ``path``. The module of its pipeline is imported: some put
+            classes into transformers.
+
+    Raises PolicyLoadError: A class is not one of diffusers or transformers.
+    """
+    classes = {}
+    for name, value in index.items():
+        match value:
+            case [str(library), str(class_name)] if not name.startswith("_"):
+                pass
+            case _:  # absent, or a number of the pipeline
+                continue
+        # A class may also lie beside the pipeline, in a module of diffusers.
+        modules = {"diffusers": diffusers, "transformers": transformers}
+        module = modules.get(library) or getattr(diffusers.pipelines, library, None)
+        if not hasattr(module, class_name):
+            raise PolicyLoadError(
+                f"config.pretrained.model={path}: {name} is a {class_name} of {library}, but "
+                f"PaCo-GRPO loads only classes of diffusers {diffusers.__version__} and "
+                f"transformers {transformers.__version__}, and no code of a model's repository"
+            )
+        classes[name] = getattr(module, class_name)
+    return classes
 
 
 def _load_model(

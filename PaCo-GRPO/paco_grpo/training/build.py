@@ -32,7 +32,7 @@ from paco_grpo.rewards.sets import begun, rewards_of
 from paco_grpo.training import checks
 from paco_grpo.training.checkpoints import Checkpoints
 from paco_grpo.training.references import References
-from paco_grpo.training.resolve import resolve
+from paco_grpo.training.resolve import resolve, resolve_defaults
 from paco_grpo.training.resume import compare_rewards, find_earlier, identities, reward_identities
 from paco_grpo.training.run import Run, RunRewards
 from paco_grpo.training.sample import GroupSampler, Sampler
@@ -53,6 +53,7 @@ def build_run(options: RunOptions, configuration_name: str = "run") -> Run:
     Raises:
         UserError: The run cannot begin; the message says why.
     """
+    options = resolve_defaults(options)
     checks.check_run(options)
     strategy = start_processes(options)
     checks.warn_of_small_gpu(options, strategy.accelerator.device)

@@ -100,7 +100,7 @@ def questionable(options: RunOptions, objective: Objective) -> list[str]:
             )
     warnings += replaced_places(options)
     # Embedded guidance is on unless its scale is 0.
-    is_guided = sample.guidance_scale > 1 or sample.negative_prompt is not None
+    is_guided = (sample.guidance_scale or 0) > 1 or sample.negative_prompt is not None
     looks_distilled = test.num_steps <= FEW_STEPS and not is_guided
     is_distilled = looks_distilled or is_step_distilled(options.pretrained.model)
     if is_distilled and not objective.needs_noise_steps:
@@ -268,7 +268,7 @@ def set_problems(options: RunOptions) -> list[str]:
 def model_problems(options: RunOptions) -> list[str]:
     """What the model cannot do; only its small configuration files are read."""
     model = options.pretrained.model
-    multiple = size_multiple(model)
+    multiple = size_multiple(options.pretrained)
     fewest = fewest_steps(model)
     problems = []
     for name, steps in (("sample", options.sample.num_steps), ("test", options.test.num_steps)):
@@ -351,7 +351,7 @@ def check_items(options: RunOptions, splits: Mapping[str, list[Item]]) -> None:
     An editor's items have reference images, others' have none.
     """
     model = options.pretrained.model
-    policy = policy_class(model)
+    policy = policy_class(options.pretrained)
     for split, items in splits.items():
         where = f"the {split} items"
         counts = [item.num_references for item in items]

@@ -9,9 +9,46 @@ from collections.abc import Sequence
 
 from paco_grpo.advantages.aggregation import describe
 from paco_grpo.data.sets import load_items, prompt_sets
-from paco_grpo.options import RunOptions
-from paco_grpo.policies.loading import text_length
+from paco_grpo.options import ConfigError, RunOptions
+from paco_grpo.policies import policy_class
+from paco_grpo.policies.diffusers_policy import DiffusersPolicy
+from paco_grpo.policies.loading import pipeline_defaults, text_length
 from paco_grpo.types import Item
+
+
+def resolve_defaults(
+    options: RunOptions, policy: type[DiffusersPolicy] | None = None
+) -> RunOptions:
+    """``options`` with the pipeline's defaults where they ask for them: before any check.
+
+    ``policy``: that of the model, if it is known.
+
+    Raises:
+        ConfigError: The pipeline has no default guidance.
+    """
+    sample = options.sample
+    test = options.test
+    if None not in (sample.guidance_scale, options.max_sequence_length) and test.num_steps:
+        return options
+    defaults = pipeline_defaults(policy or policy_class(options.pretrained))
+    if sample.guidance_scale is None:
+        if defaults.guidance_scale is None:
+            raise ConfigError(
+                f"config.sample.guidance_scale=None: the pipeline of {options.pretrained.model} has "
+                "no default of it; give a number"
+            )
+        negative = sample.negative_prompt
+        if negative is None:
+            negative = defaults.negative_prompt
+        sample = dataclasses.replace(
+            sample, guidance_scale=defaults.guidance_scale, negative_prompt=negative
+        )
+    if not test.num_steps:
+        test = dataclasses.replace(test, num_steps=defaults.num_steps)
+    tokens = options.max_sequence_length
+    if tokens is None:
+        tokens = defaults.max_sequence_length
+    return dataclasses.replace(options, sample=sample, test=test, max_sequence_length=tokens)
 
 
 def resolve(options: RunOptions, items: Sequence[Item], run_name: str) -> RunOptions:
@@ -45,6 +82,7 @@ def resolve_for_images(options: RunOptions) -> RunOptions:
 
     The prompt set is read only if its texts decide. Raises UserError.
     """
+    options = resolve_defaults(options)
     if options.max_sequence_length:
         return options
     sets = prompt_sets(options)

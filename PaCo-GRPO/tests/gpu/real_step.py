@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import pkgutil
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -22,7 +21,8 @@ from paco_grpo.estimate import fake_device
 from paco_grpo.estimate.generator import NF4, estimate, example
 from paco_grpo.estimate.report import GPUS
 from paco_grpo.options import RunOptions, read_options
-from paco_grpo.policies import POLICIES, Policy
+from paco_grpo.policies import Policy
+from paco_grpo.policies.loading import policy_of
 from paco_grpo.sampling.denoise import Draws, Sampling, rollout
 from paco_grpo.training.build import build_run
 from paco_grpo.training.run import Run
@@ -109,7 +109,7 @@ class Packed(torch.nn.Linear):
 @contextlib.contextmanager
 def fake_weights(model: str, gpu: FakeGPU) -> Iterator[None]:
     """Inside the context, the policy of ``model`` gets fake weights in main memory."""
-    policy_class = pkgutil.resolve_name(POLICIES[architectures.KNOWN[model].pipeline])
+    policy_class = policy_of(architectures.class_of(model))
 
     def from_pretrained(path: Path, settings: Any) -> Any:
         pipeline = architectures.pipeline_of(model, settings.dtype)

@@ -25,6 +25,7 @@ from tiny_policies import (
     velocity_of,
 )
 
+from paco_grpo.options.schema import PretrainedOptions
 from paco_grpo.policies import policy_class
 from paco_grpo.policies.adapters import add_lora, save_diffusers
 from paco_grpo.policies.loading import load_tokenizer, text_length
@@ -261,8 +262,9 @@ def test_the_length_of_texts_counts_the_template(any_folder, name):
     folder = any_folder(name)
     (item,) = items(name, "make the star blue")
     seen = []
-    tokenizer = load_tokenizer(str(folder))
-    counted = tokenizer(policy_class(folder).in_template(tokenizer, item.prompt)).input_ids
+    pretrained = PretrainedOptions(model=str(folder))
+    tokenizer = load_tokenizer(pretrained)
+    counted = tokenizer(policy_class(pretrained).in_template(tokenizer, item.prompt)).input_ids
     policy = load(name, folder, max_sequence_length=len(counted) + 1)
     policy.pipeline.text_encoder.register_forward_pre_hook(
         lambda _, args, kwargs: seen.append(kwargs), with_kwargs=True
@@ -271,7 +273,7 @@ def test_the_length_of_texts_counts_the_template(any_folder, name):
     mask = seen[0]["attention_mask"][0].bool()
     assert seen[0]["input_ids"][0, mask].tolist() == counted and mask.sum() == len(mask) - 1
     options = SimpleNamespace(
-        pretrained=SimpleNamespace(model=str(folder)),
+        pretrained=pretrained,
         sample=SimpleNamespace(negative_prompt=None),
         max_sequence_length=0,
     )
@@ -285,7 +287,8 @@ def test_longcat_counts_quoted_characters_one_by_one(any_folder, name):
     """And cuts a longer text, at which the editor's pipeline fails."""
     folder = any_folder(name)
     (item,) = items(name, "a fox's \"star\" and a cat's don't touch")
-    counted = policy_class(folder).count_tokens(load_tokenizer(str(folder)), item.prompt)
+    pretrained = PretrainedOptions(model=str(folder))
+    counted = policy_class(pretrained).count_tokens(load_tokenizer(pretrained), item.prompt)
     padding = []
     for limit in (counted + 2, counted - 2):
         policy = load(name, folder, max_sequence_length=limit, guidance_scale=1.0)
