@@ -31,6 +31,7 @@ from paco_grpo.rewards.registry import reward_weights, write_records
 from paco_grpo.rewards.sets import begun, rewards_of
 from paco_grpo.training import checks
 from paco_grpo.training.checkpoints import Checkpoints
+from paco_grpo.training.proof import proven
 from paco_grpo.training.references import References
 from paco_grpo.training.resolve import resolve, resolve_defaults
 from paco_grpo.training.resume import compare_rewards, find_earlier, identities, reward_identities
@@ -131,6 +132,8 @@ def _build(
     policy = load_generator(options, strategy.loading_device)
     add_adapters(policy, options, [snapshot.name for snapshot in objective.snapshots])
     strategy.place(policy)
+    with strategy.same_outcome():
+        proof = proven(policy, options, [*train_items, *test_items], earlier.proof)
     apply_speed(options, policy)
     named = policy.transformer.named_parameters()
     parameters = {name: parameter for name, parameter in named if parameter.requires_grad}
@@ -165,6 +168,7 @@ def _build(
         plan=plan,
         folder=folder,
         resumes_from=earlier.checkpoint,
+        proof=proof,
         objective=objective,
         prompt_sets=sets,
         references=references,
@@ -239,6 +243,8 @@ def record_start(run: Run) -> None:
         plan["prompts_of_sets"] = dict(zip(names, run.sampler.groups.prompts, strict=True))
     of_rewards = reward_identities(run.rewards.all())
     plan["identities"] = identities(run.options, run.prompt_sets) | of_rewards
+    if run.proof:
+        plan["proof"] = run.proof
     texts = {"config.yaml": options_to_yaml(run.options), "plan.json": json.dumps(plan, indent=1)}
     for name, text in texts.items():
         write_atomically(run.folder / name, text)

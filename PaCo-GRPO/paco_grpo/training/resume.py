@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 from paco_grpo.data.sets import PromptSet, fingerprint_sets
 from paco_grpo.options import OPTIONS, ConfigError, RunOptions, load_options, public_options
@@ -22,6 +23,7 @@ logger = logging.getLogger(__name__)
 _BOUND = (
     "seed",
     "pretrained.model",
+    "pretrained.policy",
     "sample.transition",
     "sample.window_epochs",
     "sample.window_stride",
@@ -52,6 +54,7 @@ class Earlier:
     checkpoint: Path | None = None  # None: the run starts from its beginning
     # Option or reward → identity (``paco_judge.identity``) in the run of the checkpoint.
     identities: Mapping[str, str | None] = field(default_factory=dict)
+    proof: Mapping[str, Any] = field(default_factory=dict)  # in that run's plan.json
 
 
 def find_earlier(options: RunOptions, prompt_sets: Sequence[PromptSet], folder: Path) -> Earlier:
@@ -84,7 +87,7 @@ def find_earlier(options: RunOptions, prompt_sets: Sequence[PromptSet], folder: 
     checkpoints.read_numbers(checkpoint)
     plan = json.loads((checkpoint.parents[1] / "plan.json").read_bytes())
     # An earlier version wrote others, under another name.
-    earlier = Earlier(checkpoint, plan.get("identities", {}))
+    earlier = Earlier(checkpoint, plan.get("identities", {}), plan.get("proof", {}))
     _compare(options, prompt_sets, checkpoint, earlier)
     return earlier
 

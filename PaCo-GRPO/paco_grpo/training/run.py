@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from accelerate import Accelerator
@@ -49,6 +50,7 @@ class Run:
     plan: Plan
     folder: Path
     resumes_from: Path | None  # a checkpoint
+    proof: Mapping[str, Any]  # that the policy gives its pipeline's images (``training/proof.py``)
     objective: Objective
     prompt_sets: list[PromptSet]
     references: References
