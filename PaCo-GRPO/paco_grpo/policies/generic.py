@@ -227,7 +227,12 @@ class GenericPolicy(DiffusersPolicy):
     # --- a call -----------------------------------------------------------------------------------
 
     def _run(
-        self, tape: _Tape, items: Sequence[Item], steps: Steps | None = None, **arguments: Any
+        self,
+        tape: _Tape,
+        items: Sequence[Item],
+        steps: Steps | None = None,
+        guided: bool = True,
+        **arguments: Any,
     ) -> Any:
         """What the call for ``items`` stops with, or returns.
 
@@ -248,7 +253,7 @@ class GenericPolicy(DiffusersPolicy):
             _progress_bar_config={"disable": True},
         )
         arguments = {
-            **self.pipeline_arguments(items[0]),
+            **self.pipeline_arguments(items[0], guided),
             "prompt": [item.prompt for item in items],
             "num_inference_steps": 2,  # a schedule that ends above 0 needs two
             "output_type": "latent",
@@ -261,12 +266,17 @@ class GenericPolicy(DiffusersPolicy):
         decodes = steps == ()  # the VAE computes in float32
         try:
             with nullcontext() if decodes else self.autocast():
-                return self._own_call(driven, **arguments)
+                output = self._own_call(driven, **arguments)
         except _Stop as stop:
             return stop.value
+        if not decodes:
+            raise PolicyLoadError(
+                f"{self.family} cannot be trained: its call does not use its scheduler's step"
+            )
+        return output
 
     @override
-    def pipeline_arguments(self, item: Item) -> dict[str, Any]:
+    def pipeline_arguments(self, item: Item, guided: bool = True) -> dict[str, Any]:
         height, width = item.size
         values = {
             "prompt": item.prompt,
@@ -280,7 +290,7 @@ class GenericPolicy(DiffusersPolicy):
         if item.images:
             images = [image.convert("RGB") for image in item.images]
             arguments[str(self.reference_argument)] = images if len(images) > 1 else images[0]
-        return arguments | self.guidance_arguments()
+        return arguments | self.guidance_arguments(guided)
 
     @override
     def guidance_arguments(self, guided: bool = True) -> dict[str, object]:
@@ -442,7 +452,6 @@ class GenericPolicy(DiffusersPolicy):
     ) -> torch.Tensor:
         """With a call for each σ, and for each signature or sample with references."""
         recordings = conditioning.recordings
-        guidance = {} if guided else self.guidance_arguments(guided=False)
         groups: dict[Hashable, list[int]] = {}
         for row, (value, recording) in enumerate(zip(sigma.tolist(), recordings, strict=True)):
             shares = self._shares_calls and not recording.item.num_references
@@ -454,7 +463,7 @@ class GenericPolicy(DiffusersPolicy):
             tape = _Tape([recordings[row] for row in rows], noisy)
             items = [recordings[row].item for row in rows]
             steps = [(value, self._time(value, (height, width)))]
-            parts.append(_tokens(self._run(tape, items, steps, **guidance)).float())
+            parts.append(_tokens(self._run(tape, items, steps, guided)).float())
         order = np.argsort(np.concatenate(list(groups.values())))
         return parts[0] if len(parts) == 1 else torch.cat(parts)[order]
 
