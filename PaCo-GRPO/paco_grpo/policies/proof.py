@@ -46,6 +46,11 @@ class Proof:
     differences: tuple[Difference, ...]  # of each size
     shared_error: float  # relative, between velocities in a forward of two samples and alone
 
+    @property
+    def largest(self) -> int:
+        """Of all sizes, in levels of 255."""
+        return max(difference.largest for difference in self.differences)
+
 
 @torch.no_grad()
 def prove(
