@@ -23,6 +23,18 @@ NOT_A_USERS = ("PYTHON", "VIRTUAL_ENV", "CONDA_PREFIX", "PIP_", "UV_")
 
 MIRRORS = {"SSL_CERT_FILE": "PIP_CERT", "UV_DEFAULT_INDEX": "PIP_INDEX_URL"}
 
+# What the tests need beside the packages.
+TOOLS = ["pytest", "pytest-asyncio", "pytest-timeout", "hypothesis", "imagehash"]
+
+# Of packages with their submodules, and of modules.
+IMPORT_ALL = """
+import importlib, pkgutil, sys
+for name in sys.argv[1:]:
+    module = importlib.import_module(name)
+    for part in pkgutil.walk_packages(getattr(module, "__path__", []), f"{name}."):
+        importlib.import_module(part.name)
+"""
+
 
 def run(command: list, cwd: Path, **variables: str) -> str:
     environment = {"PYTHONFAULTHANDLER": "1"}  # a crash names its place
@@ -117,3 +129,46 @@ def test_paco_grpo(place, published, open_clip, tmp_path):
     # As printed, it runs in test_readmes.py.
     bash("-c", f"{first_run} --config.num_epochs=1 --config.test.num_images=1")
     bash("-c", "python -m paco_grpo.report runs/first")
+
+
+@pytest.mark.parametrize(
+    "requirements, modules, tests",
+    [
+        pytest.param(
+            ["-e", "PaCo-GRPO[quantize]", "-e", "PaCo-Reward/judge[scorer]", "-e", "quickstart"],
+            ["paco_grpo", "paco_judge", "paco_toy.report", "paco_toy.summary"],
+            [
+                "PaCo-GRPO/tests/policies",
+                "PaCo-GRPO/tests/objectives",
+                "PaCo-GRPO/tests/report",
+                "PaCo-GRPO/tests/training/test_update.py",
+                "PaCo-GRPO/tests/training/test_whole_run.py",
+                "quickstart/tests/test_summary.py",
+            ],
+            id="PaCo-GRPO",
+        ),
+        pytest.param(
+            [
+                *["-e", "PaCo-Reward/LLaMA-Factory[torch,metrics]"],
+                *["-r", "PaCo-Reward/evaluation/requirements.txt"],
+            ],
+            ["paco_reward", "paco_judge", "llamafactory.data.mm_plugin", "gradio.blocks"],
+            [
+                "PaCo-Reward/judge/tests/test_scorer.py",
+                "PaCo-Reward/tests/test_loss.py",
+                "PaCo-Reward/tests/test_overlay.py",
+                "PaCo-Reward/tests/test_bench_road.py",
+                "PaCo-Reward/tests/test_pairing_rules.py",
+            ],
+            id="PaCo-Reward",
+        ),
+    ],
+)
+def test_oldest_versions(place, requirements, modules, tests):
+    """Lower bounds name versions that work."""
+    copy, python, pip = place
+    pip("install", ["--resolution", "lowest-direct", *requirements], copy)
+    run([python, "-c", IMPORT_ALL, *modules], copy)
+    pip("install", TOOLS, copy)
+    options = ["-q", "-p", "no:cacheprovider", "--show-capture=no", "-m", "not slow and not long"]
+    run([python, "-m", "pytest", *options, *tests], copy, OMP_NUM_THREADS="1")

@@ -27,7 +27,7 @@ def mark_image_tokens(
 ) -> tuple[tuple, dict[str, Any]]:
     """Forward pre-hook: image tokens get rows and columns as positions (M-RoPE).
 
-    Qwen2.5-VL was trained with them. transformers 5 computes them from ``mm_token_type_ids``, which
+    Qwen2.5-VL was trained with them. transformers computes them from ``mm_token_type_ids``, which
     diffusers 0.42 does not pass on.
     """
     ids = kwargs["input_ids"]
