@@ -19,7 +19,7 @@ setup(
         "peft>=0.18",
         "huggingface_hub>=1.0",
         "pillow>=10",
-        "pydantic>=2.10",
+        "pydantic>=2.10.6",
         "qwen-vl-utils>=0.0.14",  # process_vision_info, which the published model card calls
         "safetensors>=0.4",
         "scipy>=1.11",
