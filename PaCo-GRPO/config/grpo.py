@@ -642,13 +642,18 @@ def paper_settings(config: ConfigDict, images: int, prompts: int, rank: int = 32
 def nft(config: ConfigDict) -> None:
     """DiffusionNFT (arXiv 2509.16117), multi-reward settings: all steps but the last, β = 0.1."""
     paper_settings(config, images=24, prompts=48)
-    config.sample.noise_level = 0.0
     config.train.loss_type = "nft"
+    all_but_last(config)
+    config.train.nft_beta = 0.1
+    config.train.beta = 1e-4
+
+
+def all_but_last(config: ConfigDict) -> None:
+    """Sampling without noise, and training at the σ of all steps but the last."""
+    config.sample.noise_level = 0.0
     config.train.num_sigmas = config.sample.num_steps - 1
     config.train.sigma_fraction = 0.99
     config.train.sigma_one = True
-    config.train.nft_beta = 0.1
-    config.train.beta = 1e-4
 
 
 def awm(config: ConfigDict) -> None:
@@ -679,6 +684,29 @@ def flow_dppo(config: ConfigDict) -> None:
     config.sample.noise_steps = tuple(range(config.sample.num_steps // 2))
 
 
+def dpo(config: ConfigDict) -> None:
+    """Online Diffusion-DPO (arXiv 2311.12908) with the settings of Flow-GRPO's (2505.05470)."""
+    paper_settings(config, images=24, prompts=48)
+    config.train.loss_type = "dpo"
+    all_but_last(config)
+    config.train.learning_rate = 1e-5
+
+
+def crd(config: ConfigDict) -> None:
+    """CRD (arXiv 2603.14128), text rendering; its KL term is not weighted by the reward here."""
+    paper_settings(config, images=24, prompts=48)
+    config.train.loss_type = "crd"
+    all_but_last(config)
+    config.train.beta = 0.1
+
+
+def opd(config: ConfigDict) -> None:
+    """Diffusion-OPD (arXiv 2605.15055) at all steps but the last; teachers: train.opd_teachers."""
+    config.train.loss_type = "opd"
+    config.sample.noise_level = config.sample.noise_level or 0.7  # t2is_variety has none
+    config.sample.noise_steps = tuple(range(config.sample.num_steps - 1))
+
+
 SUFFIXES = {
     "_24gb": for_24gb,
     "_48gb": for_48gb,
@@ -688,4 +716,7 @@ SUFFIXES = {
     "_awm": awm,
     "_dgpo": dgpo,
     "_flow_dppo": flow_dppo,
+    "_dpo": dpo,
+    "_crd": crd,
+    "_opd": opd,
 }

@@ -24,8 +24,8 @@ class ToyConditioning(Conditioning):
 
 
 class _Velocity(nn.Module, BaseTunerLayer):
-    """Switched like a LoRA layer: ``base`` without adapters, ``old`` and ``slow`` in those
-    snapshots, else ``current``.
+    """Switched like a LoRA layer: ``base`` without adapters, ``current`` in the trained one, and
+    others by their names.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -34,19 +34,20 @@ class _Velocity(nn.Module, BaseTunerLayer):
         self.base = torch.tensor([0.1, -0.2], dtype=dtype)
         self.old = torch.tensor([0.25, -0.6], dtype=dtype)
         self.slow = torch.tensor([0.35, -0.65], dtype=dtype)
-        self.in_use = "default"
+        self.teacher_x = torch.tensor([0.5, -0.3], dtype=dtype)
+        self.teacher_y = torch.tensor([0.2, -0.9], dtype=dtype)
+        self.in_use = "current"
 
     def forward(self, x, sigma, direction):
-        a, b = {"default": self.current, "old": self.old, "slow": self.slow, "base": self.base}[
-            self.in_use
-        ]
+        a, b = getattr(self, self.in_use)
         return a * x + b * sigma.view(-1, 1, 1) * direction
 
     def enable_adapters(self, enabled):
-        self.in_use = "default" if enabled else "base"
+        self.in_use = "current" if enabled else "base"
 
     def set_adapter(self, names):
-        (self.in_use,) = [names] if isinstance(names, str) else names
+        (name,) = [names] if isinstance(names, str) else names
+        self.in_use = "current" if name == "default" else name
 
 
 class ToyPolicy(Policy):

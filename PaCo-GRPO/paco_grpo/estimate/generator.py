@@ -163,7 +163,8 @@ def build_policy(options: RunOptions, device: FakeDevice, on: str) -> DiffusersP
     objective = create_objective(options)
     with torch.device("meta"):
         names = [snapshot.name for snapshot in objective.snapshots]
-        add_adapters(policy, options, names)
+        # So are those of the objective's.
+        add_adapters(policy, options, [*names, *objective.adapters], {})
     for module in (policy.transformer, policy.pipeline.vae, *policy.text_encoders()):
         fake_device.place(module, device, on)
     policy.device = torch.device(on)

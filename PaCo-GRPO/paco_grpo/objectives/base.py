@@ -35,6 +35,9 @@ OBJECTIVES: dict[str, str] = {
     "flow_dppo": "paco_grpo.objectives.flow_dppo:FlowDppo",
     "awm": "paco_grpo.objectives.awm:Awm",
     "dgpo": "paco_grpo.objectives.dgpo:Dgpo",
+    "dpo": "paco_grpo.objectives.dpo:Dpo",
+    "crd": "paco_grpo.objectives.crd:Crd",
+    "opd": "paco_grpo.objectives.opd:Opd",
 }
 
 
@@ -59,6 +62,8 @@ class Step:
     group: Mapping[str, torch.Tensor] = field(default_factory=dict)
     epoch_seed: int = 0  # ≥ 0, from seed, epoch and inner epoch, for noise that samples share
     inner_epoch: int = 0  # passes over the samples before this one, for each sample's own noise
+    # (B,) int64 on the CPU, the number of each sample's prompt set, or (1,) of all.
+    datasets: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int64))
     # Velocities (B, L, C) without gradient that ``Noised`` has computed. ``loss`` finds those of
     # ``Objective.measure`` here.
     frozen: dict[Hashable, torch.Tensor] = field(default_factory=dict)
@@ -92,6 +97,7 @@ class MicroBatch:
     epoch_seed: int = 0  # as in ``Step``
     inner_epoch: int = 0  # as in ``Step``
     is_dummy: bool = False
+    datasets: np.ndarray = field(default_factory=lambda: np.zeros(1, np.int64))  # as in ``Step``
     group: Mapping[str, torch.Tensor] = field(default_factory=dict)  # (steps, B), as in ``Step``
     frozen: Sequence[Mapping[Hashable, torch.Tensor]] = ()  # of each step, as in ``Step``
 
@@ -111,6 +117,7 @@ class MicroBatch:
             step.epoch_seed = self.epoch_seed
             step.inner_epoch = self.inner_epoch
             step.group = {name: to_device(rows[row], device) for name, rows in self.group.items()}
+            step.datasets = torch.from_numpy(self.datasets)
             if self.frozen:
                 step.frozen = dict(self.frozen[row])
             steps.append(step)
@@ -160,6 +167,8 @@ class Objective:
         options: All options of the run.
         train: ``options.train``.
         snapshots: Copies of the LoRA that the trainer keeps for the loss, decided in ``__init__``.
+        adapters: LoRAs of files that the loss compares with, such as teachers, decided there, too:
+            name → folder, file or hub name. ``lora.using_adapter(policy, name)`` switches to one.
     """
 
     needs_noise_steps = True
@@ -170,6 +179,7 @@ class Objective:
         self.options = options
         self.train = options.train
         self.snapshots: tuple[Snapshot, ...] = ()
+        self.adapters: dict[str, str] = {}
 
     @classmethod
     def check(cls, options: RunOptions) -> Iterator[str]:

@@ -21,6 +21,7 @@ from typing_extensions import override
 
 from paco_grpo.objectives.awm import slow_decay
 from paco_grpo.objectives.base import Group, LossOutput, Snapshot, Step, mean_square
+from paco_grpo.objectives.dpo import check_groups
 from paco_grpo.objectives.noised import Noised, NoisedObjective
 from paco_grpo.options.schema import RunOptions
 from paco_grpo.policies.base import Policy
@@ -48,16 +49,7 @@ class Dgpo(NoisedObjective):
     @override
     def check(cls, options: RunOptions) -> Iterator[str]:
         yield from super().check(options)
-        if not options.use_lora:
-            yield (
-                "use_lora=False cannot be used with train.loss_type='dgpo': "
-                "its reference is the model without its adapter"
-            )
-        if not options.per_prompt_stat_tracking or options.sample.num_images_per_prompt < 2:
-            yield (
-                "train.loss_type='dgpo' compares images of one prompt: it needs "
-                "per_prompt_stat_tracking=True and at least 2 sample.num_images_per_prompt"
-            )
+        yield from check_groups(options)
 
     @override
     def measure(self, step: Step, policy: Policy) -> dict[str, torch.Tensor]:

@@ -136,8 +136,8 @@ class TrainOptions:
     )
     loss_type: str = option(
         "ppo",
-        "objective: ppo, guard_grpo or nft; beyond the paper flow_dppo, awm, dgpo or "
-        "package.module:name",
+        "objective: ppo, guard_grpo or nft; beyond the paper flow_dppo, awm, dgpo, dpo, crd, opd "
+        "or package.module:name",
     )
     loss_kwargs: Arguments = beyond_paper({}, "{argument: value} of an objective of your own")
     learning_rate: NonNegative = option(3e-4, "AdamW learning rate")
@@ -150,13 +150,14 @@ class TrainOptions:
     max_grad_norm: Positive = option(1.0, "largest norm of the gradients")
     num_inner_epochs: Amount = option(1, "passes over the samples of an epoch")
     gradient_step_per_epoch: Amount | None = option(
-        None, "optimizer steps per pass over the samples; None: 2 (nft, awm, dgpo: 1)"
+        None, "optimizer steps per pass over the samples; None: 2 (nft, awm, dgpo, dpo: 1)"
     )
     timesteps: Steps | None = option(
         None, "step indices to train on; None: the epoch's noise steps"
     )
     num_sigmas: Amount | None = beyond_paper(
-        None, "σ values per pass over the samples; None: awm 6, dgpo 4, nft its noise steps"
+        None,
+        "σ values per pass over the samples; None: awm 6, dgpo, crd 4, dpo 1, nft its noise steps",
     )
     sigma_fraction: Annotated[Positive, Field(le=1)] = beyond_paper(
         0.9, "noisy share of the schedule that σ values come from"
@@ -179,6 +180,11 @@ class TrainOptions:
     )
     dgpo_clip_range: Positive | None = beyond_paper(
         1e-2, "distance from the slow copy at which dgpo masks; None: never"
+    )
+    dpo_beta: Positive = beyond_paper(100.0, "β of dpo; larger: won pairs lose weight sooner")
+    crd_beta: Positive = beyond_paper(1.0, "β of crd: scale of its implicit reward")
+    opd_teachers: Annotated[dict[SetName, Place], Table] = beyond_paper(
+        {}, "{prompt set, or any name for a single one: adapter to learn from} of opd"
     )
     dppo_divergence: Positive = beyond_paper(
         1e-5, "τ of flow_dppo: mean divergence above which a step must move back"

@@ -7,7 +7,7 @@ for any base. ``lora`` switches it.
 import copy
 import logging
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -78,8 +78,31 @@ def add_lora(
         )
         transformer.add_adapter(config, TRAINED)
     else:
-        _load(policy, find_lora(lora_path, option), option)
+        _load(policy, find_lora(lora_path, option), option, TRAINED)
     lora.set_trainable(policy, TRAINED, True)
+    _prepare_layers(policy)
+
+
+def add_frozen_lora(policy: Policy, name: str, place: str | Path, option: str) -> None:
+    """Put the LoRA of a file beside the trained one, such as a teacher or a second reference.
+
+    ``lora.using_adapter(policy, name)`` switches to it. Rank, alpha and layers are the file's.
+
+    Args:
+        policy: With a trained LoRA; changed in place, before the transformer is wrapped.
+        name: Of no other adapter.
+        place: As in ``find_lora``.
+        option: What the user wrote ``place`` into; errors begin with it.
+
+    Raises:
+        PolicyLoadError: ``place`` is missing, unreadable, or of another model.
+    """
+    with lora.frozen_beside_trained(policy, name):
+        _load(policy, find_lora(place, option), option, name)
+    _prepare_layers(policy)
+
+
+def _prepare_layers(policy: Policy) -> None:
     policy.transformer.eval()  # without the dropout that an adapter's configuration may name
     for layer in lora.lora_layers(policy):
         # Autocast casts for each linear layer; peft would first cast back to the adapter's float32.
@@ -87,10 +110,16 @@ def add_lora(
     share_casts(transformer)
 
 
-def add_adapters(policy: Policy, options: RunOptions, snapshots: Iterable[str]) -> None:
-    """Attach the trained LoRA and its copies, or make the whole transformer trainable.
+def add_adapters(
+    policy: Policy, options: RunOptions, snapshots: Iterable[str], frozen: Mapping[str, str]
+) -> None:
+    """Attach the trained LoRA and others beside it, or make the whole transformer trainable.
 
-    ``snapshots``: names of the copies that the objective wants.
+    Args:
+        policy: Changed in place, before the transformer is wrapped for several processes.
+        options: Of the run.
+        snapshots: Names of the copies that the objective wants.
+        frozen: Name → place of the LoRAs that the objective wants.
     """
     set_seed(options.seed % 2**32)  # the adapter's gaussian init is the same on every process
     if options.use_lora:
@@ -105,6 +134,13 @@ def add_adapters(policy: Policy, options: RunOptions, snapshots: Iterable[str]) 
         lora.add_snapshot(policy, lora.START)
     for name in snapshots:
         lora.add_snapshot(policy, name)
+    for name, place in frozen.items():
+        add_frozen_lora(policy, name, place, objective_adapter(name))
+
+
+def objective_adapter(name: str) -> str:
+    """How messages call the LoRA ``name`` of an objective (``Objective.adapters``)."""
+    return f"config.train.loss_type: adapter {name!r}"
 
 
 def _target_modules(policy: Policy, targets: str | Sequence[str]) -> list[str]:
@@ -161,7 +197,7 @@ def save_diffusers(policy: DiffusersPolicy, directory: str | Path) -> None:
     transformer = policy.transformer
     weights = _weights(transformer)
     for name, layer in transformer.named_modules():
-        if isinstance(layer, BaseTunerLayer):
+        if isinstance(layer, BaseTunerLayer) and TRAINED in layer.scaling:
             weights[f"{name}.lora_B.weight"] *= layer.scaling[TRAINED]
     config = transformer.peft_config[TRAINED].to_dict()
     config |= {
@@ -217,9 +253,9 @@ def find_lora(place: str | Path, option: str = LORA_PATH) -> Path:
     return files[0]
 
 
-def _state(transformer: nn.Module) -> dict[str, torch.Tensor]:
-    """The trained adapter's tensors: ``LAYER.lora_A.weight`` and ``LAYER.lora_B.weight``."""
-    return get_peft_model_state_dict(transformer, adapter_name=TRAINED)
+def _state(transformer: nn.Module, name: str = TRAINED) -> dict[str, torch.Tensor]:
+    """The adapter's tensors: ``LAYER.lora_A.weight`` and ``LAYER.lora_B.weight``."""
+    return get_peft_model_state_dict(transformer, adapter_name=name)
 
 
 def _weights(transformer: nn.Module) -> dict[str, torch.Tensor]:
@@ -230,23 +266,23 @@ def _weights(transformer: nn.Module) -> dict[str, torch.Tensor]:
     return weights
 
 
-def _load(policy: Policy, place: Path, option: str) -> None:
-    """Attach the adapter at ``place``, and say how much of the model it changes.
+def _load(policy: Policy, place: Path, option: str, name: str) -> None:
+    """Attach the adapter at ``place`` as ``name``, and say how much of the model it changes.
 
     Errors begin with ``option``.
     """
     try:
         if place.is_file():
-            names = _load_diffusers(policy, place)
+            tensors = _load_diffusers(policy, place, name)
         else:
-            names = _load_peft(policy.transformer, place)
-        _require_same_tensors(names, _state(policy.transformer))
+            tensors = _load_peft(policy.transformer, place, name)
+        _require_same_tensors(tensors, _state(policy.transformer, name))
     except Exception as error:  # peft and diffusers raise anything for what does not fit
         raise PolicyLoadError(
             f"{option}: the LoRA at {place} is damaged, or made for another model than "
             f"config.pretrained.model ({type(error).__name__}: {str(error)[:600]})"
         ) from error
-    log_adapter(policy, str(place))
+    log_adapter(policy, str(place), name)
 
 
 def _require_same_tensors(in_file: Iterable[str], in_model: Iterable[str]) -> None:
@@ -263,24 +299,24 @@ def _require_same_tensors(in_file: Iterable[str], in_model: Iterable[str]) -> No
         raise ValueError(f"it lacks {len(missing)} tensors: {', '.join(missing[:5])}")
 
 
-def log_adapter(policy: Policy, source: str) -> None:
-    """Log how many layers the trained adapter has, and warn if it changes nothing.
+def log_adapter(policy: Policy, source: str, name: str = TRAINED) -> None:
+    """Log how many layers the adapter ``name`` has, and warn if it changes nothing.
 
     ``source`` is where it was read from.
     """
-    layers = lora.lora_layers(policy)
+    layers = [layer for layer in lora.lora_layers(policy) if name in layer.scaling]
     logger.info("LoRA from %s: %d layers", source, len(layers))
-    if not any(map(_changes_something, layers)):
+    if not any(_changes_something(layer, name) for layer in layers):
         logger.warning("the LoRA from %s changes nothing: A·B is zero in each layer", source)
 
 
-def _changes_something(layer: BaseTunerLayer) -> bool:
-    a = layer.lora_A[TRAINED].weight
-    b = layer.lora_B[TRAINED].weight
-    return layer.scaling[TRAINED] != 0 and bool(a.any()) and bool(b.any())
+def _changes_something(layer: BaseTunerLayer, name: str) -> bool:
+    a = layer.lora_A[name].weight
+    b = layer.lora_B[name].weight
+    return layer.scaling[name] != 0 and bool(a.any()) and bool(b.any())
 
 
-def _load_peft(transformer: nn.Module, folder: Path) -> set[str]:
+def _load_peft(transformer: nn.Module, folder: Path, adapter: str) -> set[str]:
     """Returns the names of the file's tensors."""
     config = LoraConfig.from_pretrained(str(folder))
     config.megatron_config = None  # peft would import a module that an adapter names
@@ -290,9 +326,9 @@ def _load_peft(transformer: nn.Module, folder: Path) -> set[str]:
     weights = {}
     for name, tensor in load_peft_weights(str(folder), device="cpu").items():
         weights[name.removeprefix(_PEFT_PREFIX)] = tensor
-    transformer.add_adapter(config, TRAINED)
-    _require_same_tensors(weights, _state(transformer))
-    set_peft_model_state_dict(transformer, weights, adapter_name=TRAINED)
+    transformer.add_adapter(config, adapter)
+    _require_same_tensors(weights, _state(transformer, adapter))
+    set_peft_model_state_dict(transformer, weights, adapter_name=adapter)
     return set(weights)
 
 
@@ -309,7 +345,7 @@ def _require_unchanged_base(initialization: bool | str) -> None:
         )
 
 
-def _load_diffusers(policy: Policy, file: Path) -> set[str]:
+def _load_diffusers(policy: Policy, file: Path, adapter: str) -> set[str]:
     """Returns the names of the file's tensors.
 
     diffusers converts names in the style of ComfyUI, kohya and others.
@@ -334,7 +370,7 @@ def _load_diffusers(policy: Policy, file: Path) -> set[str]:
         weights,
         network_alphas=alphas[0] if alphas else None,
         metadata=metadata,
-        adapter_name=TRAINED,
+        adapter_name=adapter,
         low_cpu_mem_usage=True,
     )
     return {name.removeprefix(prefix) for name in weights}

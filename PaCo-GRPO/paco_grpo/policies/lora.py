@@ -84,16 +84,22 @@ def merged(policy: Policy) -> Iterator[None]:
 
 def add_snapshot(policy: Policy, name: str) -> None:
     """Add a frozen copy of the trained LoRA as adapter ``name``."""
-    transformer = policy.transformer
+    with frozen_beside_trained(policy, name):
+        config = copy.deepcopy(policy.transformer.peft_config[TRAINED])
+        policy.transformer.add_adapter(config, name)
+    blend_snapshot(policy, name, decay=0.0)
+
+
+@contextmanager
+def frozen_beside_trained(policy: Policy, name: str) -> Iterator[None]:
+    """The adapter ``name``, which the block adds, is frozen, and the trained one active, after it."""
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message="Already found a `peft_config`"
-        )  # several adapters are intended
-        transformer.add_adapter(copy.deepcopy(transformer.peft_config[TRAINED]), name)
-    transformer.set_adapter(TRAINED)
+        # Several adapters are intended.
+        warnings.filterwarnings("ignore", message="Already found a `peft_config`")
+        yield
+    policy.transformer.set_adapter(TRAINED)
     set_trainable(policy, name, False)
     set_trainable(policy, TRAINED, True)
-    blend_snapshot(policy, name, decay=0.0)
 
 
 @torch.no_grad()

@@ -34,7 +34,13 @@ from paco_grpo.training.checkpoints import Checkpoints
 from paco_grpo.training.proof import proven
 from paco_grpo.training.references import References
 from paco_grpo.training.resolve import resolve, resolve_defaults
-from paco_grpo.training.resume import compare_rewards, find_earlier, identities, reward_identities
+from paco_grpo.training.resume import (
+    adapter_identities,
+    compare_weights,
+    find_earlier,
+    identities,
+    reward_identities,
+)
 from paco_grpo.training.run import Run, RunRewards
 from paco_grpo.training.sample import GroupSampler, Sampler
 from paco_grpo.training.state import EMA, TrainState, make_plan
@@ -111,7 +117,8 @@ def _build(
     references.check_headers()
     set_rewards = [training_rewards(prompt_set, options) for prompt_set in sets]
     rewards = RunRewards(**rewards_of(sets, accelerator.device, items))
-    main_decides(accelerator, lambda: compare_rewards(options, earlier, rewards.all()))
+    weights = reward_identities(rewards.all()) | adapter_identities(objective)
+    main_decides(accelerator, lambda: compare_weights(options, earlier, weights))
     if accelerator.is_main_process:
         log_repeats(test_items, sets, options, rewards.test)
         write_records(rewards.all(), folder)
@@ -130,7 +137,8 @@ def _build(
     torch.backends.cuda.matmul.allow_tf32 = options.allow_tf32
     torch.backends.cudnn.allow_tf32 = options.allow_tf32
     policy = load_generator(options, strategy.loading_device)
-    add_adapters(policy, options, [snapshot.name for snapshot in objective.snapshots])
+    snapshot_names = [snapshot.name for snapshot in objective.snapshots]
+    add_adapters(policy, options, snapshot_names, objective.adapters)
     strategy.place(policy)
     with strategy.same_outcome():
         proof = proven(policy, options, [*train_items, *test_items], earlier.proof)
@@ -241,8 +249,8 @@ def record_start(run: Run) -> None:
     if run.options.datasets:
         names = [prompt_set.name for prompt_set in run.prompt_sets]
         plan["prompts_of_sets"] = dict(zip(names, run.sampler.groups.prompts, strict=True))
-    of_rewards = reward_identities(run.rewards.all())
-    plan["identities"] = identities(run.options, run.prompt_sets) | of_rewards
+    weights = reward_identities(run.rewards.all()) | adapter_identities(run.objective)
+    plan["identities"] = identities(run.options, run.prompt_sets) | weights
     if run.proof:
         plan["proof"] = run.proof
     texts = {"config.yaml": options_to_yaml(run.options), "plan.json": json.dumps(plan, indent=1)}

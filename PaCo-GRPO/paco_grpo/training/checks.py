@@ -17,7 +17,7 @@ from paco_grpo.names import did_you_mean
 from paco_grpo.objectives import OBJECTIVES, Objective, create_objective, get_objective
 from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.policies import PolicyLoadError, fewest_steps, policy_class, size_multiple
-from paco_grpo.policies.adapters import find_lora
+from paco_grpo.policies.adapters import find_lora, objective_adapter
 from paco_grpo.policies.loading import is_step_distilled
 from paco_grpo.policies.speed import attention_problem
 from paco_grpo.rewards.registry import REWARDS, reward_weights
@@ -53,10 +53,10 @@ def check_run(options: RunOptions) -> None:
         objective = create_objective(options)
     except ValueError as error:
         problems.append(str(error).removeprefix("config."))
-    if objective and objective.snapshots and not options.use_lora:
+    if objective and not options.use_lora and (objective.snapshots or objective.adapters):
         problems.append(
             f"use_lora=False cannot be used with train.loss_type={train.loss_type!r}: "
-            "its old policy is an adapter"
+            "its old policy, or its teacher, is an adapter"
         )
     try:
         problems += model_problems(options)
@@ -66,6 +66,8 @@ def check_run(options: RunOptions) -> None:
         raise ConfigError("\n".join(f"config.{problem}" for problem in problems))
     if train.lora_path is not None:
         find_lora(train.lora_path)
+    for name, place in objective.adapters.items():
+        find_lora(place, objective_adapter(name))
     for warning in questionable(options, objective):
         logger.warning("config.%s", warning)
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from paco_grpo.data.sets import PromptSet, fingerprint_sets
+from paco_grpo.objectives import Objective
 from paco_grpo.options import OPTIONS, ConfigError, RunOptions, load_options, public_options
-from paco_grpo.policies.adapters import find_lora
+from paco_grpo.policies.adapters import find_lora, objective_adapter
 from paco_grpo.rewards.contract import Reward
 from paco_grpo.training import checkpoints
 from paco_grpo.training.run import Run
@@ -30,6 +31,7 @@ _BOUND = (
     "use_lora",
     "train.loss_type",
     "train.loss_kwargs",
+    "train.opd_teachers",
     "train.lora_rank",
     "train.lora_alpha",
     "train.lora_targets",
@@ -113,14 +115,21 @@ def reward_identities(rewards: Mapping[str, Reward]) -> dict[str, str | None]:
     return {f"the weights of {name}": reward.weights() for name, reward in rewards.items()}
 
 
-def compare_rewards(options: RunOptions, earlier: Earlier, rewards: Mapping[str, Reward]) -> None:
-    """Refuse other weights of a judge or reward than those of the run that is continued.
+def adapter_identities(objective: Objective) -> dict[str, str | None]:
+    """The identities of the objective's own LoRAs."""
+    identities = {}
+    for name, place in objective.adapters.items():
+        identities[f"the adapter {name}"] = identity(find_lora(place, objective_adapter(name)))
+    return identities
+
+
+def compare_weights(options: RunOptions, earlier: Earlier, now: Mapping[str, str | None]) -> None:
+    """Refuse other weights of a judge, reward or teacher than those of the run that is continued.
 
     Raises ConfigError.
     """
     if earlier.checkpoint is None:
         return
-    now = reward_identities(rewards)
     known = {name: now[name] for name in now if name in earlier.identities}
     _refuse_others(options, earlier.checkpoint, _others(earlier, known))
 

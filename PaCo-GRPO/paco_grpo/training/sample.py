@@ -102,6 +102,7 @@ class Rollouts:
     """What one process sampled in an epoch: n = images of this process, N = of all."""
 
     item_ids: np.ndarray  # (N,) by position
+    datasets: np.ndarray  # (N,) by position, numbers of their prompt sets
     shares: Shares
     # (n,) rollouts of batch size 1: views into the sampled batches and their item's conditioning.
     samples: list[Rollout]
@@ -230,7 +231,8 @@ class Sampler:
                 # Text features are kept once per item, not once per image.
                 samples[number] = dataclasses.replace(part, conditioning=conditioning_of[item_id])
         in_order = [samples[number] for number in range(len(item_ids))]
-        return Rollouts(epoch_samples.item_ids, shares, in_order, keys, finite)
+        datasets = np.array([items[i].dataset for i in epoch_samples.item_ids])
+        return Rollouts(epoch_samples.item_ids, datasets, shares, in_order, keys, finite)
 
     def _noise_steps(self) -> list[int]:
         """Those of the current epoch, ascending; raises ConfigError if they cannot be trained."""

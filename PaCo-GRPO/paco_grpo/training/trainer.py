@@ -85,9 +85,8 @@ class Trainer:
         )
         if self.options.datasets:
             columns = np.column_stack(list(scores.values()))
-            datasets = self._datasets(rollouts)
             groups = [prompt_set.metrics for prompt_set in run.prompt_sets]
-            metrics |= set_metrics(columns, list(scores), datasets, groups)
+            metrics |= set_metrics(columns, list(scores), rollouts.datasets, groups)
         self._log_epoch(metrics)
         self._require_training(has_trained=self.state.optimizer_steps > steps_before)
 
@@ -210,10 +209,9 @@ class Trainer:
     def _advantages(self, scores: Mapping[str, np.ndarray], rollouts: Rollouts) -> AdvantageResult:
         run = self.run
         set_rewards = run.set_rewards
-        datasets = self._datasets(rollouts)
         images = f"the images of epoch {self.state.epoch + 1}"
         for number, rewards_of_set in enumerate(set_rewards):
-            members = datasets == number
+            members = rollouts.datasets == number
             lacks_one = np.zeros(members.sum(), bool)
             shares = {}
             for name in rewards_of_set.weights:
@@ -230,10 +228,6 @@ class Trainer:
             raise StopTraining(
                 f"config.train.aggregate_fn failed in epoch {self.state.epoch + 1} ({error})"
             ) from error
-
-    def _datasets(self, rollouts: Rollouts) -> np.ndarray:
-        """Number of the prompt set of each of the N samples, (N,)."""
-        return np.array([self.run.train_items[i].dataset for i in rollouts.item_ids])
 
     def _observe(self, rollouts: Rollouts, scores: Mapping[str, np.ndarray]) -> dict[str, float]:
         """Signs of collapse: health/… and reward/{within,between,within_minus_between}."""

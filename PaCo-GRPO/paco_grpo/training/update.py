@@ -314,6 +314,7 @@ class Updater:
                 epoch_seed=epoch_seed,
                 inner_epoch=inner_epoch,
                 is_dummy=is_dummy,
+                datasets=rollouts.datasets[positions],
             )
             micro_batches.append(micro_batch)
         return micro_batches

@@ -19,8 +19,9 @@ def problems_of(*overrides):
 
 def test_named_configurations_pass():
     combined = ["t2is_24gb_nft", "klein_t2is_awm", "sd3_ocr_dgpo", "klein_t2is_flow_dppo"]
+    combined += ["klein_editing_dpo", "qwen_editing_crd", "z_image_t2is_opd"]
     for name in [*NAMES, *combined, "flux2_t2is_80gb"]:
-        options = load(name)
+        options = load(name, ("train.opd_teachers.one", "ADAPTER"))
         assert [
             *contradictions(options),
             *get_objective(options.train.loss_type).check(options),

@@ -6,11 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiny_policies import trained
 from tiny_run import tiny_options, train
 
 from paco_grpo.objectives import OBJECTIVES
 from paco_grpo.options import OPTIONS
 from paco_grpo.options.schema import GROUPS, RunOptions
+from paco_grpo.policies.adapters import save_peft
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 PAGE = runpy.run_path(str(REPOSITORY / "tools" / "options_page.py"))["page"]()
@@ -28,6 +30,7 @@ SMALL = {
 }
 RUNS = {name: {} for name in OBJECTIVES}
 RUNS["dgpo"] = {"train__dgpo_reference": "slow"}
+RUNS["ppo"] = {"sample__num_noise_steps": 1, "sample__window_epochs": 1}
 
 
 @pytest.fixture
@@ -57,7 +60,11 @@ def options_read(monkeypatch) -> set[str]:
 
 
 def test_every_option_is_read(options_read, tiny_flux_dir, tmp_path):
+    policy = trained("flux", tiny_flux_dir)
+    save_peft(policy, tmp_path / "teacher")
+    teachers = {"train__opd_teachers": f"{{one: {tmp_path / 'teacher'}}}"}
     for name, changes in RUNS.items():
+        changes = teachers | changes
         changes = SMALL | {"train__loss_type": name} | changes
         train(tiny_options(tiny_flux_dir, tmp_path / name, **changes))
     assert set(OPTIONS) - options_read == READ_BY_CHECKS

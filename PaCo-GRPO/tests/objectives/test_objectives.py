@@ -21,7 +21,7 @@ from paco_grpo.objectives import (
     get_objective,
 )
 from paco_grpo.options import RunOptions, TrainOptions
-from paco_grpo.options.schema import SampleOptions
+from paco_grpo.options.schema import DatasetOptions, SampleOptions
 from paco_grpo.sampling.denoise import step_noise
 
 NAMES = sorted(OBJECTIVES)
@@ -34,6 +34,9 @@ FORWARD = {
     "gradient_step_per_epoch": 2,
     "dgpo_clip_range": None,
     "dgpo_beta": 3.0,
+    "dpo_beta": 1.7,
+    "crd_beta": 0.6,
+    "opd_teachers": {"x": "teacher"},
 }
 
 
@@ -84,7 +87,7 @@ class NumpyLoss:
 
     def losses(self):
         """(B, steps)"""
-        term = {"nft": self.nft, "awm": self.awm, "dgpo": self.dgpo}.get(self.name, self.ratio)
+        term = getattr(self, self.name, self.ratio)
         return np.stack([term(step) for step in self.result.noise_steps], axis=1)
 
     def velocity(self, weights, x, sigma):
@@ -142,6 +145,38 @@ class NumpyLoss:
             weights[group] = advantages / (1 + np.exp(-total))
         return weights * error + self.kl(step.index, seeds)
 
+    def dpo(self, step):
+        """The best and worst of item 0 are samples 2 and 0; item 1 has no pair."""
+        seeds = [(5 << 32) + int(item) for item in self.result.item_ids]
+        error = self.error(self.weights.current, step.index, seeds)
+        change = error - self.error(self.weights.base, step.index, seeds)
+        z = -self.train.dpo_beta / 2 * (change[2] - change[0])
+        return np.array([-1, 0, 1]) * self.train.dpo_beta / (1 + np.exp(z)) * error
+
+    def crd(self, step):
+        loss = self.joint_crd(self.weights.current, step.index)
+        return loss + self.kl(step.index, self.result.seeds.tolist())
+
+    def joint_crd(self, weights, index, normalizer=None):
+        seeds = self.result.seeds.tolist()
+        sigma, noise, x = self.noised(index, seeds)
+
+        def scaled_error(weights, normalizer=None):
+            difference = self.velocity(weights, x, sigma) - (noise - self.clean)
+            if normalizer is None:
+                normalizer = np.abs(difference).mean(axis=(1, 2))
+            return mean_square(difference) / normalizer
+
+        implicit = scaled_error(self.weights.old) - scaled_error(weights, normalizer)
+        clip = self.train.adv_clip_max
+        preference = np.clip(self.advantages / (2 * clip) + 0.5, 0, 1)
+        loss = np.empty(3)
+        for group in ([0, 2], [1]):
+            target = preference[group] - preference[group].mean()
+            reached = self.train.crd_beta * (implicit[group] - implicit[group].mean())
+            loss[group] = clip / self.train.crd_beta * (reached - target) ** 2
+        return loss
+
     def nft(self, step):
         seeds = self.result.seeds.tolist()
         sigma, _, x = self.noised(step.index, seeds)
@@ -158,22 +193,31 @@ class NumpyLoss:
             total += part * mean_square(error) / normalizer
         return self.train.adv_clip_max / beta * total + self.kl(step.index, seeds)
 
+    def transition(self, weights, step):
+        """Mean, scale of the noise, and standard deviation."""
+        sigma, following = self.sigmas[step.index : step.index + 2]
+        x = step.latents.numpy()
+        velocity = self.velocity(weights, x, sigma)
+        level = self.result.noise_level
+        return numpy_step(x, velocity, sigma, following, self.sigmas[1], level)
+
+    def transition_kl(self, step):
+        mean, noise_scale, _ = self.transition(self.weights.current, step)
+        base_mean, _, _ = self.transition(self.weights.base, step)
+        return self.train.beta * mean_square(mean - base_mean) / (2 * noise_scale**2 + 1e-7)
+
+    def opd(self, step):
+        mean, _, std = self.transition(self.weights.current, step)
+        taught, _, _ = self.transition(self.weights.teacher_x, step)
+        return mean_square(mean - taught) / (2 * std**2) + self.transition_kl(step)
+
     def ratio(self, step):
         """ppo, guard_grpo and flow_dppo."""
         advantages = self.advantages
         sigma, following = self.sigmas[step.index : step.index + 2]
-        x = step.latents.numpy()
-
-        def transition(weights):
-            """Mean, scale of the noise, and standard deviation."""
-            velocity = self.velocity(weights, x, sigma)
-            level = self.result.noise_level
-            return numpy_step(x, velocity, sigma, following, self.sigmas[1], level)
-
-        mean, noise_scale, std = transition(self.weights.current)
-        base_mean, _, _ = transition(self.weights.base)
+        mean, _, std = self.transition(self.weights.current, step)
         var = std**2
-        kl = self.train.beta * mean_square(mean - base_mean) / (2 * noise_scale**2 + 1e-7)
+        kl = self.transition_kl(step)
         squares = mean_square(step.next_latents.numpy() - mean)
         log_prob = -squares / (2 * var) - 0.5 * np.log(2 * np.pi * var)
         divergence = mean_square(mean - step.mean.numpy()) / (2 * var)
@@ -207,12 +251,12 @@ def test_against_numpy(name, clip_range, beta):
     expected = NumpyLoss(name, policy, result, train).losses()
     np.testing.assert_allclose(losses.detach().numpy(), expected, rtol=1e-6, atol=1e-6)
     assert all(value.shape == losses.shape for value in metrics.values())
-    assert ("kl" in metrics) == (beta != 0)
+    assert ("kl" in metrics) == (beta != 0 and name != "dpo")
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3])
-# dgpo is compared with its joint loss instead.
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "dgpo"])
+# The others are compared with the joint loss of a group instead.
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("dgpo", "dpo", "crd")])
 def test_gradient_matches_finite_differences(name, beta, monkeypatch):
     """In float64; the weights of nft's normalizers are constants of its gradient, so the
     differences hold them fixed.
@@ -239,6 +283,67 @@ def test_gradient_matches_finite_differences(name, beta, monkeypatch):
         replay = itertools.cycle(normalizers)
         monkeypatch.setattr(torch.Tensor, "clamp_min", lambda x, least: next(replay))
     assert torch.autograd.gradcheck(value, start, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["dpo", "crd"])
+def test_gradient_is_that_of_the_joint_loss(name):
+    """By central differences in NumPy; crd's normalizers are constants of the gradient."""
+    policy = ToyPolicy(dtype=torch.float64)
+    result = sample(policy)
+    train = train_options()
+    losses = NumpyLoss(name, policy, result, train)
+    pairs = [(5 << 32) + int(item) for item in result.item_ids]
+
+    def joint_dpo(weights, index):
+        change = losses.error(weights, index, pairs)
+        change = change - losses.error(policy.transformer.base, index, pairs)
+        z = -train.dpo_beta / 2 * (change[2] - change[0])
+        return 2 * np.log1p(np.exp(-z))  # a pair counts as two samples
+
+    def joint_crd(weights, index):
+        sigma, noise, x = losses.noised(index, result.seeds.tolist())
+        difference = losses.velocity(start, x, sigma) - (noise - losses.clean)
+        normalizer = np.abs(difference).mean(axis=(1, 2))
+        return losses.joint_crd(weights, index, normalizer).sum()
+
+    start = policy.transformer.current.detach().clone()
+    joint = {"dpo": joint_dpo, "crd": joint_crd}[name]
+    evaluate(name, result, policy, train)[0].sum().backward()
+    expected = []
+    for shift in 1e-6 * torch.eye(2, dtype=torch.float64):
+        rise = sum(joint(start + shift, index) - joint(start - shift, index) for index in (0, 2))
+        expected.append(rise / 2e-6)
+    np.testing.assert_allclose(policy.transformer.current.grad.numpy(), expected, rtol=1e-5)
+
+
+def test_dpo_trains_the_best_and_the_worst_of_each_group():
+    keep = get_objective("dpo")(run_options()).keep
+    advantages = np.array([0.3, 9.0, 0.1, -0.4, 9.0, 6.0, 0.3])
+    mask = keep(advantages, np.array([4, 1, 4, 1, 1, 1, 4]))
+    assert mask.tolist() == [True, True, True, True, False, False, False]
+    assert not keep(np.array([0.1, 0.1]), np.array([3, 3])).any()
+
+
+def test_each_prompt_set_has_its_teacher():
+    datasets = {"y": DatasetOptions("b"), "x": DatasetOptions("a")}
+    teachers = {"x": "first", "y": "second"}
+    for sharding in (None, "fsdp2"):
+        policy = ToyPolicy(dtype=torch.float64)
+        result = sample(policy)
+        train = train_options(opd_teachers=teachers, sharding=sharding)
+        opd = get_objective("opd")(RunOptions(train=train, datasets=datasets))
+        assert opd.adapters == {"teacher_y": "second", "teacher_x": "first"}
+        step = Step(result, 2, torch.zeros(3), datasets=torch.tensor([1, 0, 1]))
+        losses = opd.loss(step, policy).loss.detach().numpy()
+        of_numpy = NumpyLoss("opd", policy, result, train)
+        expected = of_numpy.opd(step.noise)
+        of_numpy.weights.teacher_x = policy.transformer.teacher_y
+        expected[1] = of_numpy.opd(step.noise)[1]
+        np.testing.assert_allclose(losses, expected, rtol=1e-6)
+        policy.calls.clear()
+        only_y = Step(result, 0, torch.zeros(3), datasets=torch.tensor([0, 0, 0]))
+        opd.loss(only_y, policy)
+        assert len(policy.calls) == (3 if sharding else 2)
 
 
 @pytest.mark.parametrize("name", ["ppo", "guard_grpo", "flow_dppo", "awm"])
@@ -282,11 +387,16 @@ def test_ratio_metrics(name, option, limit):
         ("guard_grpo", {"sample.transition": "cps"}, "sample.transition"),
         ("nft", {"sample.noise_level": 0.0}, "train.timesteps"),
         ("awm", {"sample.num_steps": 7}, "train.num_sigmas"),
+        ("dpo", {"use_lora": False}, "use_lora"),
+        ("crd", {"sample.num_images_per_prompt": 1}, "train.loss_type"),
+        ("opd", {"train.opd_teachers.b": "b"}, "train.opd_teachers has 2"),
+        ("opd", {"datasets.b.folder": "b"}, "train.opd_teachers names a"),
     ],
 )
 def test_an_objective_checks_its_options(name, changes, option):
-    assert list(get_objective(name).check(load_named("t2is"))) == []
-    overrides = [(key, str(value)) for key, value in changes.items()]
+    overrides = [("train.opd_teachers.a", "a"), ("train.loss_type", name)]
+    assert list(get_objective(name).check(load_named("t2is", *overrides))) == []
+    overrides += [(key, str(value)) for key, value in changes.items()]
     (problem,) = get_objective(name).check(load_named("t2is", *overrides))
     assert problem.startswith(option)
 

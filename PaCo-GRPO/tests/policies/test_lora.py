@@ -16,7 +16,13 @@ from tiny_policies import NAMES, disturb, load, sampled, trainable_parameters, t
 
 from paco_grpo.options import ConfigError
 from paco_grpo.policies import PolicyLoadError, adapters
-from paco_grpo.policies.adapters import add_lora, find_lora, save_diffusers, save_peft
+from paco_grpo.policies.adapters import (
+    add_frozen_lora,
+    add_lora,
+    find_lora,
+    save_diffusers,
+    save_peft,
+)
 from paco_grpo.policies.lora import (
     add_snapshot,
     blend_snapshot,
@@ -100,6 +106,43 @@ def test_round_trip(tiny_folder, name, tmp_path, save):
     third = load(name, folder)
     add_lora(third, lora_path=tmp_path / "again")
     torch.testing.assert_close(latents_of(third, name), latents_of(again, name), rtol=0, atol=1e-5)
+
+
+@BY_FORMAT
+def test_a_lora_of_a_file_beside_the_trained_one(tiny_folder, tmp_path, caplog, save):
+    """It has another rank and more layers than the trained one, whose files stay the same."""
+    folder = tiny_folder("flux")
+    teacher = trained("flux", folder, rank=3, alpha=9)
+    save(teacher, tmp_path / "teacher")
+    policy = load("flux", folder)
+    add_lora(policy, rank=2, alpha=4, targets="attention")
+    disturb(policy, seed=5)
+    before = latents_of(policy)
+    save(policy, tmp_path / "before")
+    trainable = [n for n, p in policy.transformer.named_parameters() if p.requires_grad]
+    caplog.clear()
+    add_frozen_lora(policy, "teacher", str(tmp_path / "teacher"), "option")
+    add_snapshot(policy, "old")
+    assert "changes nothing" not in caplog.text
+    assert torch.equal(latents_of(policy), before)
+    with using_adapter(policy, "teacher"):
+        torch.testing.assert_close(latents_of(policy), latents_of(teacher), rtol=0, atol=1e-5)
+    with merged(policy):
+        torch.testing.assert_close(latents_of(policy), before, rtol=0, atol=1e-4)
+    assert [n for n, p in policy.transformer.named_parameters() if p.requires_grad] == trainable
+    save(policy, tmp_path / "after")
+    (file,) = (tmp_path / "before").glob("*.safetensors")
+    weights = load_file(tmp_path / "after" / file.name)
+    assert weights.keys() == load_file(file).keys()
+    assert all(torch.equal(weights[n], tensor) for n, tensor in load_file(file).items())
+
+
+def test_a_lora_of_another_model_is_refused(tiny_folder, tmp_path):
+    save_peft(trained("z_image", tiny_folder("z_image")), tmp_path)
+    policy = load("flux", tiny_folder("flux"))
+    add_lora(policy, rank=2, alpha=4)
+    with pytest.raises(PolicyLoadError, match="^teacher: the LoRA at .* made for another model"):
+        add_frozen_lora(policy, "teacher", tmp_path, "teacher")
 
 
 ATTENTION = {"attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0", "attn.to_add_out"}

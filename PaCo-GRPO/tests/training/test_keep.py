@@ -34,6 +34,7 @@ def alone(rollouts, mask):
     (numbers,) = np.nonzero(mask)
     return Rollouts(
         item_ids=rollouts.item_ids[mask],
+        datasets=rollouts.datasets[mask],
         shares=Shares(0, 1, len(numbers)),
         samples=[rollouts.samples[number] for number in numbers],
         keys=[rollouts.keys[number] for number in numbers],

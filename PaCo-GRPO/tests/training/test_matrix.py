@@ -28,7 +28,7 @@ def cases():
 
 @pytest.mark.parametrize("name,loss_type", cases())
 def test_one_epoch(tiny_folder, tmp_path, name, loss_type):
-    more = BOTH if loss_type in ("awm", "dgpo") else {}
+    more = {} if loss_type == "nft" else BOTH
     config = family_options(
         name, tiny_folder(name), tmp_path, train__loss_type=loss_type, train__beta=0.01, **more
     )

@@ -8,9 +8,13 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from tiny_run import sampled, tiny_options, train
+from safetensors.torch import load_file
+from tiny_policies import disturb, load
+from tiny_run import rows_of, sampled, tiny_options, train
 from toy_policy import joint_dgpo
 
+from paco_grpo.options import ConfigError
+from paco_grpo.policies.adapters import add_lora, save_diffusers
 from paco_grpo.training.build import build_run
 
 SIGMAS = {
@@ -39,6 +43,46 @@ def test_a_resumed_run_has_the_same_bits(tiny_flux_dir, tmp_path):
         assert any(tensor.any() for name, tensor in tensors.items() if "lora_B" in name), part
         for name, tensor in tensors.items():
             assert torch.equal(tensor, resumed.weights()[part][name]), (part, name)
+
+
+def save_teacher(flux, folder, seed):
+    """An adapter with other layers and another rank than a run's."""
+    policy = load("flux", flux)
+    add_lora(policy, rank=3, alpha=6, targets="ff.net.2")
+    disturb(policy, seed=seed, scale=0.3)
+    save_diffusers(policy, folder)
+    return str(folder)
+
+
+def test_a_teacher_in_a_whole_run(tiny_flux_dir, tmp_path, caplog):
+    """The student nears it; it is not saved, but loaded again where the run resumes; another one is
+    refused.
+    """
+    caplog.set_level("INFO")
+    teacher = tmp_path / "teacher"
+    save_teacher(tiny_flux_dir, teacher, 1)
+    changes = {"train__loss_type": "opd", "train__opd_teachers": f"{{only: {teacher}}}"}
+    changes |= {"train__lora_targets": "ff.net.2,ff.net.0.proj", "train__learning_rate": "3e-3"}
+    options = tiny_options(tiny_flux_dir, tmp_path, health__probe_images=0, **changes)
+    options = dataclasses.replace(options, num_epochs=3)
+    whole = train(dataclasses.replace(options, run_name="whole")).run
+    distances = [row["train/teacher_kl"] for row in rows_of(whole.options, "train")]
+    assert 0 < distances[2] < distances[1] < distances[0]
+    assert "plain diffusers" in caplog.text and "DOES NOT HOLD" not in caplog.text
+    train(dataclasses.replace(options, num_epochs=2))
+    resumed = train(dataclasses.replace(options, resume_from="latest")).run
+    for name, tensor in whole.state.parameters.items():
+        assert torch.equal(tensor, resumed.state.parameters[name])
+    folder = resumed.folder / "checkpoints" / "epoch_0003"
+    assert {path.name for path in (folder / "state").glob("*.safetensors")} == {
+        "trainable.safetensors",
+        "ema.safetensors",
+    }
+    assert all("ff.net" in key for key in load_file(folder / "adapter/adapter_model.safetensors"))
+    assert str(teacher) in (folder / "diffusers" / "README.md").read_text()
+    save_teacher(tiny_flux_dir, teacher, 2)
+    with pytest.raises(ConfigError, match="trained with other values of the adapter teacher_only"):
+        train(dataclasses.replace(options, num_epochs=4, resume_from="latest"))
 
 
 @pytest.fixture
