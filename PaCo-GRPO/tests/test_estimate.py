@@ -155,6 +155,22 @@ def test_options_change_the_memory_that_they_should(tiny_flux_dir, tiny_flux):
     assert changed.resident["optimizer"] == tiny_flux.resident["optimizer"] // 4
 
 
+def test_an_objective_that_keeps_and_compares(tiny_flux_dir, tiny_flux):
+    """dpo trains 2 of 4 images; its first pass has two forwards and keeps the velocities of one."""
+    changes = {"sample__num_images_per_prompt": "4", "train__num_sigmas": "3"}
+    found = {}
+    for name in ("nft", "dpo"):
+        options = tiny(tiny_flux_dir, train__loss_type=name, **changes)
+        found[name] = generator.estimate(options, name, 1, 80 * GIB)
+    per_image = {name: found[name].epoch["train"] for name in found}
+    # nft: the old velocity, a forward and a backward with gradients of inputs (about two forwards).
+    assert per_image["dpo"] == pytest.approx(per_image["nft"] / 2 * 5 / 4, rel=0.1)
+    images = 4 * 42 // 2
+    side = found["dpo"].adds["train"]["records"] - found["nft"].adds["train"]["records"]
+    tokens = (64 // 16) ** 2
+    assert side == 3 * images * tokens * 64 * 4  # the reference's velocities at three σ
+
+
 @pytest.fixture
 def command(tiny_flux_dir, tiny_flux, monkeypatch):
     """``estimate.py``, and what it gets as the estimate: the tiny FLUX's memory, other work."""

@@ -86,6 +86,8 @@ class Pieces:
     forwards: int  # of the transformer in it
     trained_steps: Sequence[int]
     before_update: Measured  # the first pass over a micro-batch of an objective that has one
+    frozen: int  # bytes of a sample at one step that the first pass keeps for the update
+    share_kept: float  # of an epoch's images, which the objective trains
     update: Measured  # forward and backward of a micro-batch at one step
 
 
@@ -146,9 +148,20 @@ def measure_pieces(options: RunOptions, plan: Plan, objective: Objective) -> Pie
             if parameter.requires_grad:  # gradients are counted apart
                 parameter.grad = torch.zeros_like(parameter)
         before_update = measured(device, lambda: compare(objective, step, policy))
+        frozen = bytes_of(list(step.frozen.values())) // micro_batch
         update = measured(device, lambda: objective.loss(step, policy).loss.sum().backward())
     return Pieces(
-        policy, tokens, training, evaluation, record, forwards, steps, before_update, update
+        policy=policy,
+        text_tokens=tokens,
+        training=training,
+        evaluation=evaluation,
+        record=record,
+        forwards=forwards,
+        trained_steps=steps,
+        before_update=before_update,
+        frozen=frozen,
+        share_kept=share_kept(objective, plan),
+        update=update,
     )
 
 
@@ -249,6 +262,13 @@ def one_step(sampled: Rollout, index: int, count: int) -> Step:
     return Step(trained, index, ones)
 
 
+def share_kept(objective: Objective, plan: Plan) -> float:
+    """The share of an epoch's images that the objective trains, with random advantages."""
+    groups = np.repeat(np.arange(plan.prompts), plan.images_per_prompt)
+    advantages = np.random.default_rng(0).standard_normal(len(groups))
+    return float(objective.keep(advantages, groups).mean())
+
+
 @torch.no_grad()
 def compare(objective: Objective, step: Step, policy: DiffusersPolicy) -> None:
     """Measure what an objective compares within groups, and give the step what its loss needs."""
@@ -266,7 +286,8 @@ def epoch_flops(options: RunOptions, plan: Plan, pieces: Pieces) -> dict[str, fl
     """FLOPs of an epoch on each GPU, by phase."""
     train = options.train
     sampled = pieces.training
-    micro_batches = math.ceil(plan.samples_per_process / train.batch_size)
+    kept = pieces.share_kept * plan.samples_per_process
+    micro_batches = math.ceil(kept / train.batch_size)
     updates = micro_batches * len(pieces.trained_steps) * train.num_inner_epochs
     forwards = plan.rollout_batches * pieces.forwards
     return {
@@ -297,6 +318,8 @@ def memory(
     latents = bytes_of(pieces.record) - bytes_of(pieces.record.conditioning)
     records = latents // plan.sample_batch_size * plan.samples_per_process
     records += bytes_of(sampled.encode.result) * texts
+    compared = math.ceil(pieces.share_kept * plan.samples_per_process / plan.gradient_steps)
+    frozen = pieces.frozen * len(pieces.trained_steps) * compared
     activations = max(pieces.update.peak, pieces.before_update.peak)
     in_one_message = gradients if plan.num_processes > 1 else 0
     aside = gradients if options.train.ema else 0  # while the averaged weights are in their place
@@ -307,7 +330,7 @@ def memory(
             "activations": max(sampled.denoise.peak + weights, sampled.decode.peak + vae),
         },
         "train": {
-            "records": records,
+            "records": records + frozen,
             "gradients": gradients,
             "activations": activations + weights,
         },

@@ -8,6 +8,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import tiny_policies as policies
 import torch
 from accelerate import DistributedType
 from forked_runs import (
@@ -24,6 +25,7 @@ from tiny_run import tiny_options, write_rows
 
 from paco_grpo import distributed
 from paco_grpo.distributed import Shares, build_strategy, interleave, main_decides
+from paco_grpo.policies.adapters import save_peft
 from paco_grpo.training.build import build_run
 
 PPO = {"train__loss_type": "ppo", "train__beta": 0.01}
@@ -147,11 +149,14 @@ def test_uneven_work_does_not_hang_and_changes_nothing(trained):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("loss_type", ["own_objectives:Extremes", "dgpo"])
-def test_left_out_and_compared_images(trained, loss_type):
+@pytest.mark.parametrize("loss_type", ["own_objectives:Extremes", "dpo", "crd", "opd"])
+def test_left_out_compared_and_taught_images(trained, tiny_flux_dir, tmp_path_factory, loss_type):
     """Of each group, over both processes; one of them may train more images than the other."""
+    teacher = tmp_path_factory.mktemp("teacher")
+    save_peft(policies.trained("flux", tiny_flux_dir), teacher)
     changes = {"train__loss_type": loss_type, "train__beta": 0.01, "sample__batch_size": 2}
     changes |= {"train__num_sigmas": 2, "train__sigma_fraction": 1}
+    changes |= {"train__opd_teachers": f"{{one: {teacher}}}", "train__crd_beta": 0.5}
     one = trained(1, uneven=True, **changes)
     assert_same_training(one, trained(2, uneven=True, **changes, **FSDP2))
 
