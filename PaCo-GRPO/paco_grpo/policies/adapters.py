@@ -81,6 +81,7 @@ def add_lora(
         _load(policy, find_lora(lora_path, option), option, TRAINED)
     lora.set_trainable(policy, TRAINED, True)
     _prepare_layers(policy)
+    share_casts(transformer)
 
 
 def add_frozen_lora(policy: Policy, name: str, place: str | Path, option: str) -> None:
@@ -107,7 +108,6 @@ def _prepare_layers(policy: Policy) -> None:
     for layer in lora.lora_layers(policy):
         # Autocast casts for each linear layer; peft would first cast back to the adapter's float32.
         layer.cast_input_dtype_enabled = policy.dtype == torch.float32
-    share_casts(transformer)
 
 
 def add_adapters(

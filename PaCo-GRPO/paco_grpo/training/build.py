@@ -117,8 +117,12 @@ def _build(
     references.check_headers()
     set_rewards = [training_rewards(prompt_set, options) for prompt_set in sets]
     rewards = RunRewards(**rewards_of(sets, accelerator.device, items))
-    weights = reward_identities(rewards.all()) | adapter_identities(objective)
-    main_decides(accelerator, lambda: compare_weights(options, earlier, weights))
+
+    def compare() -> None:
+        weights = reward_identities(rewards.all()) | adapter_identities(objective)
+        compare_weights(options, earlier, weights)
+
+    main_decides(accelerator, compare)
     if accelerator.is_main_process:
         log_repeats(test_items, sets, options, rewards.test)
         write_records(rewards.all(), folder)
