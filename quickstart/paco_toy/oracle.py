@@ -114,24 +114,31 @@ def read_grids(images: Sequence[Image.Image]) -> Reading:
     """Reads 2x2 grids of any square size from 32 px on; panels are averaged down to 32 px."""
     shape = (len(images), 4)
     reading = Reading(np.zeros(shape, int), np.zeros(shape, int), np.zeros(shape, bool))
-    for b, image in enumerate(images):
-        side = min(image.width // 2, 32)
+    sides = np.array([min(image.width // 2, 32) for image in images])
+    for side in np.unique(sides).tolist():
         templates, norms = _templates(side)
-        if image.size != (2 * side, 2 * side):
-            image = image.resize((2 * side, 2 * side), Image.Resampling.BOX)
-        pixels = np.asarray(image.convert("RGB"), dtype=np.float32) / 255
-        panels = pixels.reshape(2, side, 2, side, 3).transpose(0, 2, 1, 3, 4).reshape(4, -1)
+        numbers = np.flatnonzero(sides == side)
+        panels = np.concatenate([_panels(images[number], side) for number in numbers])
         # |panel - template|² = |panel|² - 2 panel·template + |template|²
         panel_norms = np.einsum("pd,pd->p", panels, panels)
         squared = panel_norms[:, None] - 2 * panels @ templates.T + norms
         nearest = squared.argmin(axis=1)
-        mean_square = np.maximum(squared[np.arange(4), nearest], 0) / panels.shape[1]
+        smallest = np.maximum(squared[np.arange(len(panels)), nearest], 0)
+        is_near = np.sqrt(smallest / panels.shape[1]) <= INVALID_RMS
         is_empty = nearest == len(norms) - 1
         character, view = np.divmod(nearest, len(world.VIEWS))
-        reading.character[b] = np.where(is_empty, -1, character)
-        reading.view[b] = np.where(is_empty, -1, view)
-        reading.valid[b] = ~is_empty & (np.sqrt(mean_square) <= INVALID_RMS)
+        reading.character[numbers] = np.where(is_empty, -1, character).reshape(-1, 4)
+        reading.view[numbers] = np.where(is_empty, -1, view).reshape(-1, 4)
+        reading.valid[numbers] = (~is_empty & is_near).reshape(-1, 4)
     return reading
+
+
+def _panels(image: Image.Image, side: int) -> np.ndarray:
+    """The panels of a 2x2 grid at ``side`` px, (4, 3·side²) float32 in [0, 1]."""
+    if image.size != (2 * side, 2 * side):
+        image = image.resize((2 * side, 2 * side), Image.Resampling.BOX)
+    pixels = np.asarray(image.convert("RGB"), dtype=np.float32) / 255
+    return pixels.reshape(2, side, 2, side, 3).transpose(0, 2, 1, 3, 4).reshape(4, -1)
 
 
 def read_prompt(prompt: str) -> world.Character:
