@@ -12,7 +12,7 @@ import torch
 from named import CONFIG, REAL, load
 
 from paco_grpo.estimate.generator import RESERVE, estimate
-from paco_grpo.estimate.report import GPUS
+from paco_grpo.estimate.report import GPUS, assumed_share
 from paco_grpo.estimate.table import GIB, SUFFIXES, read, settings_of
 from paco_grpo.options.parse import load_options
 from paco_grpo.training.checks import out_of_memory, warn_of_small_gpu
@@ -24,14 +24,13 @@ USABLE = {gigabytes: GPUS[card][0] for gigabytes, card in TOOL["CARDS"].items()}
 AGAIN = "python tools/memory_table.py writes it again"
 
 
-def smallest_gpus():
-    """Configuration → GB, by the README's table."""
-    smallest = {}
+def page():
+    """Configurations, GB of the smallest GPU, and hours of an epoch, by the README's table."""
     for line in (CONFIG.parent / "README.md").read_text().splitlines():
-        row = re.fullmatch(r"\| (`.*) \| .* \| (\d+) GB \|", line)
+        row = re.fullmatch(r"\| (`.*) \| .* \| (\d+) GB \|(.*)\|", line)
         if row:
-            smallest |= dict.fromkeys(re.findall(r"`(\w+)`", row[1]), int(row[2]))
-    return smallest
+            hours = [float(number) for number in re.findall(r"[\d.]+", row[3])]
+            yield re.findall(r"`(\w+)`", row[1]), int(row[2]), hours
 
 
 def test_the_table_is_of_the_present_options():
@@ -43,7 +42,10 @@ def test_the_table_is_of_the_present_options():
 
 
 def test_every_suffix_fits_from_the_smallest_gpu_upward():
-    smallest = smallest_gpus()
+    smallest = {}
+    for names, gigabytes, hours in page():
+        smallest |= dict.fromkeys(names, gigabytes)
+        assert bool(hours) == (gigabytes == 24)
     assert {name for name in REAL if name != "qwen_editing_no_cfg"} <= smallest.keys()
     smallest["qwen_editing_no_cfg"] = smallest["qwen_editing"]
     for name, row in ROWS.items():
@@ -133,7 +135,14 @@ def rows_to_compute_again():
 @pytest.mark.parametrize("name", rows_to_compute_again())
 def test_the_table_holds_what_is_estimated(name):
     row = ROWS[name]
-    peaks = estimate(load(name), name, 1, USABLE[row.gpu or 141] * GIB).peaks
-    needed = (max(peaks.values()) + RESERVE) / GIB
+    estimated = estimate(load(name), name, 1, USABLE[row.gpu or 141] * GIB)
+    needed = (max(estimated.peaks.values()) + RESERVE) / GIB
     assert needed == pytest.approx(row.gib, abs=0.06), AGAIN
-    assert max(peaks, key=peaks.get) == row.phase
+    assert max(estimated.peaks, key=estimated.peaks.get) == row.phase
+    for names, _, hours in page():
+        for base, expected in zip(names, hours, strict=False):
+            if name == f"{base}_24gb":
+                stated = GPUS["RTX 4090 24GB"][1]
+                rate = 1e12 * stated * assumed_share(stated, compiled=False)
+                seconds = sum(estimated.epoch.values()) / rate
+                assert expected == pytest.approx(seconds / 3600, abs=0.06)

@@ -63,7 +63,7 @@ def options_of(name: str, folder: Path) -> RunOptions:
     if options.sample.noise_level:
         changes |= {"sample.noise_steps": "(0,)", "train.timesteps": None}
     else:
-        changes["train.num_sigmas"] = 1
+        changes |= {"train.num_sigmas": 1, "train.sigma_one": True}  # of two steps, the first
     if options.prompt_fn == "arrow_editing":
         write_edits(folder / "edits")
         changes |= {"dataset": folder / "edits", "prompt_fn": "geneval_image"}
