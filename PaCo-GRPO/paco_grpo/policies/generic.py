@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
 from paco_grpo.policies.base import PolicyLoadError, PolicySettings
-from paco_grpo.policies.diffusers_policy import DiffusersPolicy, image_digest
+from paco_grpo.policies.diffusers_policy import DiffusersPolicy, image_digest, on_white
 from paco_grpo.types import Conditioning, Item, to_device
 
 logger = logging.getLogger(__name__)
@@ -45,6 +45,9 @@ _SWITCHED_OFF = re.compile(r"rewrit|upsampling$|use_pe$|resolution_binning|auto_
 # Modules of a transformer's blocks whose linear layers get a LoRA, and those whose do not.
 _ADAPTED = re.compile(r"(^|\.)(attn|attention|ff|ffn|feed_forward|mlp|\w+_mlp)(_\w+)?\d*\.")
 _NOT_ADAPTED = re.compile(r"norm|ada_?ln|modulation")
+
+# A scale without guidance, also in a pipeline that counts it from 0.
+_UNGUIDED = 0.0
 
 Steps = Sequence[tuple[float, float]]  # σ and the time that the transformer gets, of each step
 Key = tuple[str, Any, int]  # method, its text or texts, and the number of such calls before
@@ -180,17 +183,16 @@ class GenericPolicy(DiffusersPolicy):
     arguments: ClassVar[frozenset[str]]  # of the call
     scale: ClassVar[str | None]  # the argument that ``guidance_scale`` is
     scale_guides: ClassVar[bool]  # of true CFG; else it is an input of the transformer
+    switched_off: ClassVar[tuple[str, ...]]  # arguments that are False
     reference_argument: ClassVar[str | None]
-
-    def __new__(cls, pipeline: DiffusionPipeline, settings: PolicySettings) -> Self:
-        is_made = "arguments" in vars(cls)
-        return super().__new__(cls if is_made else generic_policy(type(pipeline)))
 
     def __init__(self, pipeline: DiffusionPipeline, settings: PolicySettings) -> None:
         if not isinstance(getattr(pipeline, "transformer", None), PeftAdapterMixin):
             raise PolicyLoadError(f"{self.family} cannot be trained: its transformer takes no LoRA")
         super().__init__(pipeline, settings)
         self.lora_targets = _lora_targets(pipeline.transformer)
+        if not pipeline.transformer._repeated_blocks:  # for compile_repeated_blocks
+            pipeline.transformer._repeated_blocks = _names_of_blocks(pipeline.transformer)
         has_text = self.negative_prompt is not None or not self.has_true_cfg
         self.uses_true_cfg = self.scale_guides and has_text and self.guidance_scale > 0
         if self.scale_guides and not has_text and self.guidance_scale > 1:
@@ -253,14 +255,17 @@ class GenericPolicy(DiffusersPolicy):
             _progress_bar_config={"disable": True},
         )
         arguments = {
-            **self.pipeline_arguments(items[0], guided),
+            **self.pipeline_arguments(items[0]),
             "prompt": [item.prompt for item in items],
             "num_inference_steps": 2,  # a schedule that ends above 0 needs two
             "output_type": "latent",
             **arguments,
         }
-        if "negative_prompt" in arguments:
-            arguments["negative_prompt"] = [arguments["negative_prompt"]] * len(items)
+        negative = arguments.pop("negative_prompt", None)
+        if self.scale_guides and not guided:
+            arguments[str(self.scale)] = _UNGUIDED
+        elif negative is not None:
+            arguments["negative_prompt"] = [negative] * len(items)
         if self._draws_itself and tape.latents is not None:
             arguments["latents"] = tape.latents
         decodes = steps == ()  # the VAE computes in float32
@@ -276,32 +281,34 @@ class GenericPolicy(DiffusersPolicy):
         return output
 
     @override
-    def pipeline_arguments(self, item: Item, guided: bool = True) -> dict[str, Any]:
-        height, width = item.size
-        values = {
-            "prompt": item.prompt,
+    def pipeline_arguments(self, item: Item) -> dict[str, Any]:
+        arguments = super().pipeline_arguments(item)
+        images = [image.convert("RGB") for image in item.images]
+        if images and self.reference_argument:
+            arguments[self.reference_argument] = images if len(images) > 1 else images[0]
+        return arguments
+
+    @override
+    def length_arguments(self, height: int, width: int) -> dict[str, int]:
+        lengths = {
             "height": height,
             "width": width,
             "max_area": height * width,
             "max_sequence_length": self.max_sequence_length,
         }
-        arguments: dict[str, Any] = {n: v for n, v in values.items() if n in self.arguments}
-        arguments |= {name: False for name in self.arguments if _SWITCHED_OFF.search(name)}
-        if item.images:
-            images = [image.convert("RGB") for image in item.images]
-            arguments[str(self.reference_argument)] = images if len(images) > 1 else images[0]
-        return arguments | self.guidance_arguments(guided)
+        return {name: length for name, length in lengths.items() if name in self.arguments}
 
     @override
-    def guidance_arguments(self, guided: bool = True) -> dict[str, object]:
+    def guidance_arguments(self) -> dict[str, object]:
+        """With the options that would rewrite the prompt or resize the image."""
+        arguments: dict[str, object] = dict.fromkeys(self.switched_off, False)
         if self.scale is None:
-            return {}
-        if not self.scale_guides:
-            return {self.scale: self.guidance_scale}
-        if not (guided and self.uses_true_cfg):
-            return {self.scale: 0.0}  # unguided also where the pipeline counts from 0
-        negative = {"negative_prompt": self.negative_prompt} if self.has_true_cfg else {}
-        return {self.scale: self.guidance_scale, **negative}
+            return arguments
+        if self.scale_guides and not self.uses_true_cfg:
+            return arguments | {self.scale: _UNGUIDED}
+        if self.has_true_cfg:
+            arguments["negative_prompt"] = self.negative_prompt
+        return arguments | {self.scale: self.guidance_scale}
 
     @override
     def noise_arguments(self, seed: int, item: Item) -> dict[str, Any]:
@@ -477,7 +484,7 @@ class GenericPolicy(DiffusersPolicy):
             for row in latents.split(1):
                 tape = _Tape([example], self._latents(row, size))
                 output = self._run(tape, [example.item], steps=(), output_type="pil")
-                images.append(output[0][0])
+                images.append(on_white(output[0][0]))
         return images
 
     @override
@@ -499,17 +506,15 @@ def generic_policy(pipeline_class: type[DiffusionPipeline]) -> type[GenericPolic
         raise PolicyLoadError(
             f"{name} cannot be trained: its call takes no {' and no '.join(sorted(missing))}"
         )
-    # Where both scales are in use, ``guidance_scale`` is an input of the transformer.
-    scales = [argument for argument in arguments if argument.endswith("guidance_scale")]
-    scales = [argument for argument in scales if arguments[argument].default is not None]
-    has_true_scale = "true_cfg_scale" in arguments
-    if has_true_scale and not scales:
+    scales = [a for a in arguments if a.endswith("guidance_scale")]
+    scales = [a for a in scales if arguments[a].default is not None]
+    # Beside a scale of true CFG, or by another name, it is an input of the transformer.
+    is_input = "true_cfg_scale" in arguments or "guidance_scale" not in scales
+    if not scales and "true_cfg_scale" in arguments:
         scales = ["true_cfg_scale"]
-        has_true_scale = False
-    guides = "negative_prompt" in arguments or hasattr(
-        pipeline_class, "do_classifier_free_guidance"
-    )
-    scale_guides = guides and not has_true_scale and scales[:1] != ["distilled_guidance_scale"]
+        is_input = False
+    has_negative = "negative_prompt" in arguments
+    guides = has_negative or hasattr(pipeline_class, "do_classifier_free_guidance")
     references = [a for a in ("image", "images", "input_images") if a in arguments]
     length = arguments.get("max_sequence_length")
     components = inspect.signature(pipeline_class.__init__).parameters
@@ -520,8 +525,9 @@ def generic_policy(pipeline_class: type[DiffusionPipeline]) -> type[GenericPolic
         "family": name,
         "arguments": frozenset(arguments),
         "scale": scales[0] if scales else None,
-        "scale_guides": scale_guides,
-        "has_true_cfg": scale_guides and "negative_prompt" in arguments,
+        "scale_guides": guides and not is_input,
+        "has_true_cfg": has_negative and not is_input,
+        "switched_off": tuple(a for a in arguments if _SWITCHED_OFF.search(a)),
         "reference_argument": references[0] if references else None,
         "edits_images": bool(references),
         "several_images": bool(references),
@@ -564,6 +570,14 @@ def _lora_targets(transformer: nn.Module) -> tuple[str, ...]:
         if is_adapted and isinstance(module, nn.Linear):
             targets.add(inside)
     return tuple(sorted(targets))
+
+
+def _names_of_blocks(transformer: nn.Module) -> list[str]:
+    names = set()
+    for blocks in transformer.children():
+        if isinstance(blocks, nn.ModuleList):
+            names.update(type(block).__name__ for block in blocks)
+    return sorted(names)
 
 
 def _item_key(item: Item) -> Hashable:

@@ -41,7 +41,7 @@ def main(name: str, folder: str, capabilities: list[int]) -> dict[str, Any]:
     # The last block of Stable Diffusion 3.5 lacks layers.
     with few_blocks(options.pretrained.model, 2), fake_gpu(80) as gpu:
         policy = build_policy(options, gpu, "cuda:0")
-        calls = first_calls(policy, options)
+        calls = first_calls(policy, options, 2)
     # Inductor asks Triton's driver for the card, which no driver of Triton's own finds here.
     target = {"get_current_target.return_value": GPUTarget("cuda", 90, 32)}
     triton.runtime.driver.set_active(mock.Mock(**target))
@@ -80,8 +80,11 @@ def main(name: str, folder: str, capabilities: list[int]) -> dict[str, Any]:
     return {"name": name, "kernels": kernels, "binaries": binaries}
 
 
-def first_calls(policy: Any, options: Any) -> list[tuple[torch.nn.Module, tuple, dict]]:
-    """The first block of each class that is compiled, and its first inputs in a rollout."""
+def first_calls(policy: Any, options: Any, count: int) -> list[tuple[torch.nn.Module, tuple, dict]]:
+    """The first block of each class that is compiled, and its first inputs in a rollout.
+
+    ``count``: the batch.
+    """
     transformer = policy.transformer
     calls: dict[str, Any] = {}
 
@@ -92,7 +95,7 @@ def first_calls(policy: Any, options: Any) -> list[tuple[torch.nn.Module, tuple,
     for module in transformer.modules():
         if type(module).__name__ in transformer._repeated_blocks:
             hooks.append(module.register_forward_pre_hook(keep, with_kwargs=True))
-    sampled(policy, options, options.train.resolution, 2)
+    sampled(policy, options, options.train.resolution, count)
     for hook in hooks:
         hook.remove()
     return list(calls.values())

@@ -14,7 +14,7 @@ from tiny_policies import FAMILIES, disturb, draw, items, load, picture, trainab
 from paco_grpo.policies import PolicySettings
 from paco_grpo.policies.adapters import add_lora, save_diffusers
 from paco_grpo.policies.base import PolicyLoadError
-from paco_grpo.policies.generic import GenericPolicy, generic_policy
+from paco_grpo.policies.generic import generic_policy
 from paco_grpo.types import Conditioning
 
 SIZE = (64, 32)
@@ -42,7 +42,8 @@ BY_NAME = pytest.mark.parametrize("name", NAMES)
 
 def load_generic(name, folder, **options):
     options = {"max_sequence_length": 40} | FAMILIES[name].options | options
-    return GenericPolicy(DiffusionPipeline.from_pretrained(folder), PolicySettings(**options))
+    pipeline = DiffusionPipeline.from_pretrained(folder)
+    return generic_policy(type(pipeline))(pipeline, PolicySettings(**options))
 
 
 def options_of(name):
@@ -223,7 +224,7 @@ def test_what_cannot_be_driven_is_refused_in_a_sentence(tiny_folder):
     pipeline = DiffusionPipeline.from_pretrained(tiny_folder("flux"))
     pipeline.scheduler = diffusers.DDIMScheduler()
     with pytest.raises(PolicyLoadError, match="a DDIMScheduler, but must be"):
-        GenericPolicy(pipeline, PolicySettings())
+        generic_policy(type(pipeline))(pipeline, PolicySettings())
 
 
 def test_the_class_knows_what_is_asked_before_weights_are_loaded():

@@ -9,6 +9,7 @@ from diffusers.models.attention_dispatch import AttentionBackendName, _Attention
 from tiny_policies import disturb, items, load, trainable_parameters, velocity_of
 from torch._dynamo.utils import counters
 
+from paco_grpo.estimate.fake_device import cuda_autocast
 from paco_grpo.options import ConfigError
 from paco_grpo.policies import adapters, lora
 from paco_grpo.policies.memory import fits_beside_training
@@ -96,22 +97,10 @@ def test_attention_backends_agree(tiny_folder, name):
     assert_close(forward(policy, name, gradient=True), expected)
 
 
-class Float32RMSNorm(torch.nn.RMSNorm):
-    """As under CUDA's autocast, whose list of float32 operations has rms_norm; the CPU's has
-    not.
-    """
-
-    def forward(self, x):
-        return super().forward(x.float())
-
-
 def test_flex_attention_takes_float32_queries_and_keys(tiny_flux_dir, monkeypatch):
     """Autocast casts the inputs of F.scaled_dot_product_attention alone."""
     policy = load("flux", tiny_flux_dir, dtype=torch.bfloat16)
-    for module in policy.transformer.modules():
-        if type(module) is torch.nn.RMSNorm:
-            module.__class__ = Float32RMSNorm
-    (expected,) = forward(policy, "flux")
+    (expected,) = forward(policy, "flux", inside=cuda_autocast)
     set_attention(policy, "flex")
     backends = _AttentionBackendRegistry._backends
     dtypes = []
@@ -122,7 +111,7 @@ def test_flex_attention_takes_float32_queries_and_keys(tiny_flux_dir, monkeypatc
         return compute(query=query, key=key, value=value, **others)
 
     monkeypatch.setitem(backends, AttentionBackendName("flex"), recorded)
-    (found,) = forward(policy, "flux")
+    (found,) = forward(policy, "flux", inside=cuda_autocast)
     assert set(dtypes) == {torch.bfloat16}
     torch.testing.assert_close(found, expected, rtol=0, atol=0.02)  # it rounds elsewhere
 

@@ -9,7 +9,7 @@ from tiny_policies import FAMILIES, items
 
 from paco_grpo.policies import PolicySettings
 from paco_grpo.policies.base import PolicyLoadError
-from paco_grpo.policies.generic import GenericPolicy
+from paco_grpo.policies.generic import generic_policy
 from paco_grpo.policies.proof import prove
 
 SIZES = [(32, 64), (64, 32)]
@@ -20,7 +20,8 @@ def load_generic(name, dtype=torch.float32):
     options = {"max_sequence_length": 48, "dtype": dtype}
     if "negative_prompt" in family.options:
         options["negative_prompt"] = "dull, and in the dark"
-    return GenericPolicy(family.build(), PolicySettings(**family.options | options))
+    pipeline = family.build()
+    return generic_policy(type(pipeline))(pipeline, PolicySettings(**family.options | options))
 
 
 def item_of(name):

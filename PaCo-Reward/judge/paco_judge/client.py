@@ -220,9 +220,24 @@ class JudgeClient:
                 return _unreadable(error, answer)
 
         async def ask_all() -> list[Choice]:
-            return await asyncio.gather(*map(ask, pairs))
+            order = asking_order(pairs)
+            answers = await asyncio.gather(*[ask(pairs[number]) for number in order])
+            choices = dict(zip(order, answers, strict=True))
+            return [choices[number] for number in range(len(pairs))]
 
         return transport.run(ask_all())
+
+
+def asking_order(pairs: Sequence[Pair]) -> list[int]:
+    """The numbers of ``pairs`` as they are sent: those with the same last image together.
+
+    vLLM keeps for long what it has computed of the beginning of a question, its first image, but
+    encodings of further images only as many as fit into one of its steps.
+    """
+    places: dict[int, int] = {}  # of the last images, in their first order
+    for pair in pairs:
+        places.setdefault(id(pair.images[-1]), len(places))
+    return sorted(range(len(pairs)), key=lambda number: places[id(pairs[number].images[-1])])
 
 
 def _answer(choice: Choice) -> Answer:

@@ -12,7 +12,7 @@ from PIL import Image
 from tiny_judge import picture
 
 from paco_judge import transport
-from paco_judge.client import JudgeClient
+from paco_judge.client import JudgeClient, asking_order
 from paco_judge.errors import UserError
 from paco_judge.images import data_url
 from paco_judge.questions import Pair, RequestForm, build_messages
@@ -66,10 +66,19 @@ def test_verdicts_are_in_the_order_of_the_pairs_and_few_requests_in_flight():
 
     chances = [round(0.05 * (7 * i % 19 + 1), 2) for i in range(19)]
     with FakeJudge(respond) as judge:
-        asked = [Pair(*PAIR.images, str(chance)) for chance in chances]
+        lasts = [picture(number) for number in (2, 3, 4)]
+        asked = [Pair(picture(1), lasts[i % 3], str(chance)) for i, chance in enumerate(chances)]
         verdicts = client(judge, max_concurrency=5).score(asked)
     assert [verdict.p_yes for verdict in verdicts] == pytest.approx(chances)
     assert 1 < max(most) <= 5
+
+
+def test_questions_with_the_same_last_image_are_sent_together():
+    first, second, third, fourth = map(picture, (1, 2, 3, 4))
+    several = Pair(second, third, "of three", (fourth,))
+    pairs = [Pair(first, second, "a"), Pair(first, fourth, "b"), Pair(first, third, "c")]
+    pairs += [Pair(second, fourth, "d"), several, Pair(third, None, "of one")]
+    assert asking_order(pairs) == [0, 1, 3, 4, 2, 5]
 
 
 @pytest.mark.parametrize("fault", [(429, {}, {}), (500, {}, {}), (503, {}, {}), None])
