@@ -106,7 +106,7 @@ def test_tokens_are_cast_once_before_layers_in_4_bits(tiny_flux_dir, monkeypatch
 def test_tokens_are_cast_once_without_lora(tiny_flux_dir):
     policy = load("flux", tiny_flux_dir, **UNGUIDED, dtype=torch.bfloat16)
     options = RunOptions(use_lora=False, enable_gradient_checkpointing=False)
-    adapters.add_adapters(policy, options, [])
+    adapters.add_adapters(policy, options, [], {})
     assert max(forward(policy, "flux")[2].values()) == 1
 
 
