@@ -125,6 +125,7 @@ class DiffusersPolicy(Policy):
         self.pipeline = pipeline
         self.device = torch.device(settings.device)
         self.dtype = settings.dtype
+        self.step_dtype = settings.dtype  # to which the plain pipeline rounds latents at each step
         self.max_sequence_length = settings.max_sequence_length
         self.guidance_scale = settings.guidance_scale
         self.negative_prompt = settings.negative_prompt

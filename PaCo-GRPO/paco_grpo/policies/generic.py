@@ -470,7 +470,9 @@ class GenericPolicy(DiffusersPolicy):
             tape = _Tape([recordings[row] for row in rows], noisy)
             items = [recordings[row].item for row in rows]
             steps = [(value, self._time(value, (height, width)))]
-            parts.append(_tokens(self._run(tape, items, steps, guided)).float())
+            velocity = _tokens(self._run(tape, items, steps, guided))
+            self.step_dtype = velocity.dtype  # the scheduler's rule
+            parts.append(velocity.float())
         order = np.argsort(np.concatenate(list(groups.values())))
         return parts[0] if len(parts) == 1 else torch.cat(parts)[order]
 

@@ -98,9 +98,12 @@ def _own_image(policy: DiffusersPolicy, item: Item, num_steps: int) -> Image.Ima
     sigmas = policy.sigmas(num_steps, *item.size).to(policy.device)
     x = policy.initial_latents(_SEEDS[:1], *item.size)
     for sigma, sigma_next in itertools.pairwise(sigmas):
-        x = x + (sigma_next - sigma) * policy.velocity(x, sigma[None], conditioning, *item.size)
+        velocity = policy.velocity(x, sigma[None], conditioning, *item.size)
+        # The scheduler rounds both, and training neither.
+        velocity = velocity.to(policy.step_dtype)
+        x = (x + (sigma_next - sigma) * velocity).to(policy.step_dtype).float()
     with policy.autocast():  # as in the pipeline's call; training decodes in float32
-        (image,) = policy.decode(x, *item.size)
+        (image,) = policy.decode(x.to(policy.step_dtype), *item.size)
     return image
 
 
