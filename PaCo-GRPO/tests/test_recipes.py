@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from fakes import fake_judge
 from tiny_pipelines import save_clip, save_open_clip
-from tiny_policies import draw
+from tiny_policies import draw, trained
 from tiny_run import as_arguments, load_script, overrides_for, rows_of
 
 from paco_grpo.options import OPTIONS, read_options
 from paco_grpo.policies import PolicySettings, load_policy
+from paco_grpo.policies.adapters import save_peft
 from paco_grpo.rewards.registry import short_name
 from paco_grpo.types import Item
 
@@ -67,6 +68,8 @@ def test_every_command_trains(arguments, recipes, tiny_flux_dir, tmp_path, monke
             "pickscore": {"model": clip, "processor": clip},
             "clipscore": {"model": clip, "processor": clip},
         }
+        save_peft(trained("flux", tiny_flux_dir), tmp_path / "adapter")
+        changes = [change.replace("ADAPTER", str(tmp_path / "adapter")) for change in changes]
         command = ["--config", source, *changes, *as_arguments(overrides)]
         options = read_options(command)[0]
         for reward, kwargs in places.items():

@@ -21,7 +21,8 @@ from forked_runs import (
 from hypothesis import given
 from hypothesis import strategies as st
 from named import CONFIG, load
-from tiny_run import tiny_options, train, write_rows
+from own_objectives import Extremes
+from tiny_run import rows_of, tiny_options, train, write_rows
 
 from paco_grpo.data.sets import (
     divide,
@@ -35,6 +36,7 @@ from paco_grpo.rewards.sets import merge_sets
 from paco_grpo.training.build import build_run, training_rewards
 from paco_grpo.training.checks import contradictions
 from paco_grpo.training.sample import GroupSampler
+from paco_grpo.training.trainer import Trainer
 
 ASKED = "reward_factories:of_set"
 OTHERS = "reward_factories:spread_of_set"
@@ -240,6 +242,38 @@ def test_a_run_is_not_resumed_with_a_changed_set(tiny_flux_dir, tmp_path, caplog
     assert "another config.datasets" in caplog.text
     assert run.sampler.groups.prompts == [2, 2]
     assert run.set_rewards[1].weights == {"of_set": 4.0, "spread_of_set": 0.5}
+
+
+@pytest.mark.slow
+def test_an_objective_chooses_among_the_scored_images_of_all_sets(tiny_flux_dir, tmp_path):
+    """Odd items of a set have no score; the deviation is over all images of a set."""
+    changes = set_changes(tmp_path) | {"train__loss_type": "own_objectives:Extremes"}
+    sets = sets_in(tmp_path)
+    sets["small"] = {"folder": sets["small"]["folder"], "reward_fn": {"tiny_run:brightness": 1.0}}
+    sets["large"]["reward_fn"] = {"reward_factories:gaps": 1.0}
+    changes |= {"datasets": json.dumps(sets), "train__max_missing_reward_fraction": 0.8}
+    options = tiny_options(tiny_flux_dir, tmp_path, num_epochs=1, **changes)
+    run = build_run(options)
+    seen = {}
+
+    def keep(advantages, item_ids):
+        seen["advantages"], seen["item_ids"] = advantages, item_ids
+        return Extremes.keep(run.objective, advantages, item_ids)
+
+    def update(rollouts, advantages, kept, epoch, should_stop):
+        np.testing.assert_array_equal(advantages[kept] != 0, True)
+        seen["expected"] = advantages[kept], rollouts.item_ids[kept]
+        seen["datasets"] = set(rollouts.datasets[kept].tolist())
+        return original(rollouts, advantages, kept, epoch, should_stop)
+
+    original = run.updater.update
+    run.objective.keep = keep
+    run.updater.update = update
+    Trainer(run).fit()
+    np.testing.assert_array_equal([seen["advantages"], seen["item_ids"]], seen["expected"])
+    assert seen["datasets"] == {0, 1} and len(seen["item_ids"]) < 12
+    (row,) = rows_of(options, "train")
+    assert row["train/kept_share"] == pytest.approx(2 / 3)
 
 
 DGPO = {
