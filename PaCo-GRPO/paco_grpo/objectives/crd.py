@@ -22,8 +22,7 @@ import torch
 from typing_extensions import override
 
 from paco_grpo.objectives.base import Group, LossOutput, Snapshot, Step, mean_square
-from paco_grpo.objectives.dpo import check_groups
-from paco_grpo.objectives.noised import Noised, NoisedObjective
+from paco_grpo.objectives.noised import Noised, NoisedObjective, check_groups
 from paco_grpo.options.schema import RunOptions
 from paco_grpo.policies.base import Policy
 
@@ -79,9 +78,8 @@ class Crd(NoisedObjective):
 
     def implicit_reward(self, noised: Noised, velocity: torch.Tensor) -> torch.Tensor:
         """R (B,)."""
-        return _normalized_error(noised, noised.velocity("old")) - _normalized_error(
-            noised, velocity
-        )
+        old_error = _normalized_error(noised, noised.velocity("old"))
+        return old_error - _normalized_error(noised, velocity)
 
     def preference(self, step: Step) -> torch.Tensor:
         """r (B,)."""

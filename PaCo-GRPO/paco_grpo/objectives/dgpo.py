@@ -21,8 +21,7 @@ from typing_extensions import override
 
 from paco_grpo.objectives.awm import slow_decay
 from paco_grpo.objectives.base import Group, LossOutput, Snapshot, Step, mean_square
-from paco_grpo.objectives.dpo import check_groups
-from paco_grpo.objectives.noised import Noised, NoisedObjective
+from paco_grpo.objectives.noised import Noised, NoisedObjective, check_groups
 from paco_grpo.options.schema import RunOptions
 from paco_grpo.policies.base import Policy
 

@@ -7,6 +7,7 @@
 | ‖ε − ε_θ‖²    | e (B,) = mean((v − u)²)                                      |
 | βT            | train.dpo_beta                                               |
 | reference     | base model, or the start (``train.reference``)               |
+| KL weight     | train.beta                                                   |
 
 With z = −(β/2)·((e − e_ref)_w − (e − e_ref)_l), a pair's loss −log sigmoid(z) has the gradient
 (β/2)·sigmoid(−z)·(∇e_w − ∇e_l). So ``per_group`` computes sigmoid(−z), and ``loss`` trains image by
@@ -19,16 +20,17 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from paco_grpo.objectives.base import Group, LossOutput, Step
-from paco_grpo.objectives.noised import Noised, NoisedObjective
+from paco_grpo.objectives.base import Group, LossOutput, Step, mean_square
+from paco_grpo.objectives.noised import Noised, NoisedObjective, check_groups
 from paco_grpo.options.schema import RunOptions
 from paco_grpo.policies.base import Policy
 
 
 class Dpo(NoisedObjective):
-    """±β·sigmoid(−z)·e, + for the best image of a group and − for its worst; others do not train.
+    """±β·sigmoid(−z)·e + KL weight·mean((v − v_ref)²); others do not train.
 
-    Metrics: policy_loss (−log sigmoid(z)), accuracy (z > 0) and matching_error.
+    + is for the best image of a group, − for its worst. Metrics: policy_loss (−log sigmoid(z)),
+    accuracy (z > 0), matching_error and, with a KL weight, kl.
     """
 
     default_sigmas = 1
@@ -70,26 +72,16 @@ class Dpo(NoisedObjective):
     @override
     def loss(self, step: Step, policy: Policy) -> LossOutput:
         noised = Noised(step, policy, shared=True)
-        error = noised.error(noised.velocity())
+        velocity = noised.velocity()
+        error = noised.error(velocity)
+        loss = step.group["weight"] * error
         margin = step.group["margin"]
         metrics = {
             "policy_loss": torch.nn.functional.softplus(-margin),
             "accuracy": (margin > 0).float(),
             "matching_error": error,
         }
-        return LossOutput(step.group["weight"] * error, metrics)
-
-
-def check_groups(options: RunOptions) -> Iterator[str]:
-    """Yield what makes an objective impossible that compares images of a prompt with a reference."""
-    name = f"train.loss_type={options.train.loss_type!r}"
-    if not options.use_lora:
-        yield (
-            f"use_lora=False cannot be used with {name}: "
-            "its reference is the model without its adapter"
-        )
-    if not options.per_prompt_stat_tracking or options.sample.num_images_per_prompt < 2:
-        yield (
-            f"{name} compares images of one prompt: it needs per_prompt_stat_tracking=True and at "
-            "least 2 sample.num_images_per_prompt"
-        )
+        if self.train.beta != 0:
+            metrics["kl"] = mean_square(velocity - noised.reference)
+            loss = loss + self.train.beta * metrics["kl"]
+        return LossOutput(loss, metrics)

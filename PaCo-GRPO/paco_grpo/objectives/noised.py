@@ -1,4 +1,4 @@
-"""What the objectives on the forward process (nft, awm, dgpo) share: σ, x_σ and velocities."""
+"""What the objectives on the forward process (nft, awm, …) share: σ, x_σ and velocities."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -130,6 +130,21 @@ class Noised:
             rollout.height,
             rollout.width,
             guided=False,
+        )
+
+
+def check_groups(options: RunOptions) -> Iterator[str]:
+    """Yield what makes an objective impossible that compares images of a prompt with a reference."""
+    name = f"train.loss_type={options.train.loss_type!r}"
+    if not options.use_lora:
+        yield (
+            f"use_lora=False cannot be used with {name}: "
+            "its reference is the model without its adapter"
+        )
+    if not options.per_prompt_stat_tracking or options.sample.num_images_per_prompt < 2:
+        yield (
+            f"{name} compares images of one prompt: it needs per_prompt_stat_tracking=True and at "
+            "least 2 sample.num_images_per_prompt"
         )
 
 

@@ -151,7 +151,8 @@ class NumpyLoss:
         error = self.error(self.weights.current, step.index, seeds)
         change = error - self.error(self.weights.base, step.index, seeds)
         z = -self.train.dpo_beta / 2 * (change[2] - change[0])
-        return np.array([-1, 0, 1]) * self.train.dpo_beta / (1 + np.exp(z)) * error
+        weight = np.array([-1, 0, 1]) * self.train.dpo_beta / (1 + np.exp(z))
+        return weight * error + self.kl(step.index, seeds)
 
     def crd(self, step):
         loss = self.joint_crd(self.weights.current, step.index)
@@ -251,7 +252,7 @@ def test_against_numpy(name, clip_range, beta):
     expected = NumpyLoss(name, policy, result, train).losses()
     np.testing.assert_allclose(losses.detach().numpy(), expected, rtol=1e-6, atol=1e-6)
     assert all(value.shape == losses.shape for value in metrics.values())
-    assert ("kl" in metrics) == (beta != 0 and name != "dpo")
+    assert ("kl" in metrics) == (beta != 0)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3])
