@@ -13,7 +13,8 @@ from paco_grpo.training.sample import Rollouts
 from paco_grpo.training.stopping import TrainingStopped
 from paco_grpo.training.trainer import Trainer
 
-ADVANTAGES = np.array([0.3, -1.2, 0.9, 7.0, -0.1, 0.2, -0.4, 6.0])  # clipped at 5
+# Clipped at 5. The best and the worst are among the first ones, which are of the first chunk.
+ADVANTAGES = np.array([7.0, 6.0, -1.2, -0.9, -0.8, 0.2, -0.4, 0.1])
 
 
 @pytest.fixture
@@ -54,7 +55,7 @@ def update(run, rollouts, advantages, kept):
     ("batch_size", "steps", "missing"), [(1, 2, ()), (1, 1, (2, 3)), (3, 1, ())]
 )
 def test_an_update_is_that_of_the_kept_images_alone(make, batch_size, steps, missing):
-    """In two optimizer steps; the missing images had the best score of an item."""
+    """In two optimizer steps; the missing images had the worst score of an item."""
     changes = {"train__gradient_step_per_epoch": steps, "train__batch_size": batch_size}
     changes |= {"train__num_inner_epochs": 1, "train__old_log_prob": "recompute"}
     run = make("own_objectives:Extremes", **changes)
@@ -64,7 +65,7 @@ def test_an_update_is_that_of_the_kept_images_alone(make, batch_size, steps, mis
     (members,) = np.nonzero(scored)
     mask = np.zeros(8, bool)
     mask[members] = Extremes(run.options).keep(ADVANTAGES[scored], rollouts.item_ids[scored])
-    assert mask.sum() == 4
+    assert mask.sum() == 4 and (missing or mask[:4].sum() != 2)
     found = update(run, rollouts, ADVANTAGES, scored)
     other = make("ppo", **changes)
     same = sampled(other)[0]
@@ -79,6 +80,14 @@ def test_an_update_is_that_of_the_kept_images_alone(make, batch_size, steps, mis
             assert torch.equal(weight, expected_weight)
         else:
             torch.testing.assert_close(weight, expected_weight, atol=1e-6, rtol=0)
+
+
+def test_the_first_pass_computes_the_reference_for_the_loss(make):
+    """dpo trains four images at one σ: two forwards, and one for the update, with a KL weight."""
+    run = make("dpo", sample__noise_level=0, train__beta=0.1)
+    metrics, _, forwards = update(run, sampled(run)[0], ADVANTAGES, np.ones(8, bool))
+    assert forwards == 4 * 3
+    assert metrics["kl"] == 0 and metrics["policy_loss"] == pytest.approx(np.log(2))
 
 
 def test_nothing_to_train_is_said_and_ends_after_ten_epochs(make, caplog):
