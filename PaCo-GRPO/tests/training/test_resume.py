@@ -98,6 +98,26 @@ def test_copies_that_a_checkpoint_lacks_start_from_its_weights(folder, again):
     assert any(tensor.any() for tensor in run.state.snapshots["old"].values())
 
 
+def test_how_images_are_sampled_belongs_to_a_run(tiny_flux_dir, tmp_path, again, caplog):
+    """Also that of a run from before 0.7, whose file has an option of its own for Flow-CPS."""
+    cps = {"sample__transition": "cps", "train__learning_rate": 0.05}
+    old = train(tiny_options(tiny_flux_dir, tmp_path, num_epochs=1, **cps)).run
+    file = old.folder / "config.yaml"
+    text = file.read_text()
+    assert "  transition: cps\n" in text
+    file.write_text(text.replace("  transition: cps\n", "  cps: true\n"))
+    for name, value in (("transition", "dance_sde"), ("window_epochs", 2), ("window_stride", 3)):
+        changes = {"sample__num_noise_steps": 1, "sample__transition": "cps"}
+        changes |= {f"sample__{name}": value}
+        with pytest.raises(ConfigError, match=f"other values of config.sample.{name}"):
+            build_run(again(**changes))
+    caplog.clear()
+    resumed = train(again(sample__transition="cps")).run
+    assert resumed.state.epoch == 2 and "sample.transition" not in caplog.text
+    card = resumed.folder / "checkpoints" / "epoch_0002" / "adapter" / "README.md"
+    assert all("  transition: cps\n" in place.read_text() for place in (file, card))
+
+
 def test_an_average_that_has_not_moved_is_said(tiny_flux_dir, tmp_path, caplog):
     run = build_run(tiny_options(tiny_flux_dir, tmp_path, train__ema_update_interval=3))
     for run.state.optimizer_steps in (0, 2, 3):
