@@ -8,10 +8,12 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
+from torch.utils._pytree import tree_leaves
 
 from paco_grpo.policies.base import PolicyLoadError
 from paco_grpo.policies.diffusers_policy import DiffusersPolicy, on_white
@@ -108,14 +110,32 @@ def _own_image(policy: DiffusersPolicy, item: Item, num_steps: int) -> Image.Ima
 
 
 def _pipeline_image(policy: DiffusersPolicy, item: Item, num_steps: int) -> Image.Image:
+    arguments = policy.pipeline_arguments(item)
+    _check_complete(policy, item, arguments)
     with policy.whole_pipeline(item) as pipe, policy.autocast():
         pipe.set_progress_bar_config(disable=True)
         result = pipe(  # pyright: ignore[reportCallIssue] - each pipeline defines its own
-            **policy.pipeline_arguments(item),
+            **arguments,
             **policy.noise_arguments(_SEEDS[0], item),
             num_inference_steps=num_steps,
         )
     return result[0][0]
+
+
+def _check_complete(policy: DiffusersPolicy, item: Item, arguments: dict[str, Any]) -> None:
+    """What is missing in the arguments of the call is missing in both images."""
+    values = tree_leaves(arguments)
+    texts = [value for value in values if isinstance(value, str)]
+    images = [value for value in values if isinstance(value, Image.Image)]
+    if item.prompt not in texts:
+        raise ValueError("the arguments of its call lack the prompt")
+    if len(images) < item.num_references:
+        raise ValueError(
+            f"the arguments of its call have {len(images)} of {item.num_references} references"
+        )
+    has_negative = policy.uses_true_cfg and policy.negative_prompt is not None
+    if has_negative and policy.negative_prompt not in texts:
+        raise ValueError("the arguments of its call lack the negative prompt")
 
 
 def _difference(ours: Image.Image, theirs: Image.Image) -> Difference:

@@ -130,6 +130,26 @@ def test_planted_faults_are_refused_with_their_number(monkeypatch, name, plant, 
     assert int(re.search(r"up to (\d+) of 255 levels", str(refused.value)).group(1)) >= 5
 
 
+@pytest.mark.parametrize(
+    ("name", "argument", "problem"),
+    [
+        ("z_image", "prompt", "lack the prompt"),
+        ("z_image", "negative_prompt", "lack the negative prompt"),
+        ("flux_kontext", "image", "have 0 of 1 references"),
+    ],
+)
+def test_what_both_ways_would_lose_is_refused(monkeypatch, name, argument, problem):
+    policy = load_generic(name)
+    complete = policy.pipeline_arguments
+
+    def incomplete(item):
+        return {key: value for key, value in complete(item).items() if key != argument}
+
+    monkeypatch.setattr(policy, "pipeline_arguments", incomplete)
+    with pytest.raises(PolicyLoadError, match=f"cannot be trained: .* {problem}"):
+        prove(policy, item_of(name), SIZES, 3)
+
+
 def test_rows_that_mix_in_a_forward_are_refused(monkeypatch):
     policy = load_generic("flux")
     velocity = policy.velocity
