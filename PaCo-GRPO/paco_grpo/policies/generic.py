@@ -51,6 +51,8 @@ _UNGUIDED = 0.0
 
 Steps = Sequence[tuple[float, float]]  # σ and the time that the transformer gets, of each step
 Key = tuple[str, Any, int]  # method, its text or texts, and the number of such calls before
+# Text tokens that may be asked of any pipeline; the default of many is fewer.
+_TEXT_LIMIT = 512
 
 
 class _Stop(Exception):
@@ -534,7 +536,7 @@ def generic_policy(pipeline_class: type[DiffusionPipeline]) -> type[GenericPolic
         "edits_images": bool(references),
         "several_images": bool(references),
         "needs_image": any(arguments[a].default is inspect.Parameter.empty for a in references),
-        "text_limit": (length and length.default) or 512,
+        "text_limit": max((length and length.default) or 0, _TEXT_LIMIT),
         "cuts_text": length is not None,
         "tokenizer_folder": tokenizers[-1] if tokenizers else "processor",
     }

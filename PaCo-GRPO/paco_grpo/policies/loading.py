@@ -21,7 +21,7 @@ from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.options.schema import PretrainedOptions
 from paco_grpo.policies.base import Policy, PolicyLoadError, PolicySettings
 from paco_grpo.policies.diffusers_policy import DiffusersPolicy
-from paco_grpo.policies.generic import generic_policy
+from paco_grpo.policies.generic import GenericPolicy, generic_policy
 from paco_grpo.policies.models import part_classes
 from paco_grpo.policies.speed import compile_blocks, set_attention
 from paco_grpo.types import Item
@@ -266,7 +266,10 @@ def text_length(
     if options.sample.negative_prompt:
         prompts.add(options.sample.negative_prompt)
     counts = [policy.count_tokens(tokenizer, prompt) for prompt in prompts]
-    if length == 0:
+    if length == 0 and issubclass(policy, GenericPolicy):
+        # What its pipeline puts around a text is not counted.
+        length = options.max_sequence_length or pipeline_defaults(policy).max_sequence_length
+    elif length == 0:
         length = needed_length(counts, options.max_sequence_length or policy.text_limit)
     truncated = sum(tokens > length for tokens in counts) if policy.cuts_text else 0
     if truncated:

@@ -4,6 +4,7 @@ Classes of our own are tested; all others prove themselves at the start (``polic
 """
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from operator import attrgetter
@@ -24,6 +25,7 @@ from paco_judge.identity import Match, fingerprint, identity, match
 
 logger = logging.getLogger(__name__)
 
+_SMALL = 64  # px; some pipelines take no smaller images, or no other multiples
 # Options on which images depend.
 _OF_IMAGES = (
     "allow_tf32",
@@ -68,7 +70,8 @@ def proven(
         logger.info("%s was proven with these weights, versions and options", policy.family)
         return dict(before)
     item = max(items, key=lambda item: item.num_references)
-    sizes = [(4 * policy.size_multiple, 6 * policy.size_multiple)]
+    small = math.lcm(_SMALL, policy.size_multiple)
+    sizes = [(small, 2 * small)]
     for resolution in (options.train.resolution, options.test.resolution):
         sizes.append(at_size(item, resolution, options.item_size, policy).size)
     logger.info("comparing %s's images with those of its own call", policy.family)
