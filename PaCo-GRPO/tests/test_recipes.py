@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 from fakes import fake_judge
 from tiny_pipelines import save_clip, save_open_clip
@@ -17,6 +18,7 @@ from paco_grpo.policies import PolicySettings, load_policy
 from paco_grpo.policies.adapters import save_peft
 from paco_grpo.rewards.registry import short_name
 from paco_grpo.types import Item
+from paco_judge.files import read_json_lines
 
 HERE = Path(__file__).resolve().parents[1]
 DOCS = HERE.parent / "docs"
@@ -49,6 +51,9 @@ def test_every_command_trains(arguments, recipes, tiny_flux_dir, tmp_path, monke
     monkeypatch.chdir(HERE)  # as scripts/launch.sh does
     monkeypatch.syspath_prepend(str(HERE))
     overrides = overrides_for(tiny_flux_dir, tmp_path, num_epochs=1, item_size="aspect")
+    for split in ("train", "test"):
+        rows = read_json_lines(tmp_path / "prompts" / f"{split}_metadata.jsonl")
+        pd.DataFrame(rows)[["prompt", "idx"]].to_csv(tmp_path / "prompts" / f"{split}.csv")
     for option in (
         "train.reward_fn",
         "train.reward_fn_kwargs",

@@ -2,7 +2,7 @@
 
 import codecs
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ from PIL import Image
 from pyarrow import compute
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from paco_grpo.names import find_function
 from paco_grpo.types import Item
 from paco_judge.errors import UserError, first_problem
 from paco_judge.files import read_json, read_json_lines, read_text
@@ -71,9 +72,9 @@ def make_item(
 def load_prompts(
     dataset: str | Path, split: str, kind: str = "geneval", option: str = "dataset"
 ) -> list[Item]:
-    """The items of one split, ``train`` or ``test``, of a folder; ``kind`` is one of ``KINDS``.
+    """The items of one split, ``train`` or ``test``, of a folder.
 
-    Raises UserError, which names ``config.<option>``.
+    ``kind`` is as in ``find_kind``. Raises UserError, which names ``config.<option>``.
     """
     folder = Path(dataset)
     if not folder.is_dir():
@@ -88,12 +89,20 @@ def load_prompts(
             f"prompt set {str(folder.absolute())!r} (config.{option}) is not a folder{hint}"
         )
     try:
-        items = KINDS[kind](folder, split)
+        items = list(find_kind(kind)(folder, split))
     except FileNotFoundError as error:
         raise UserError(f"{error}; config.prompt_fn={kind!r} names the kind of files") from error
     if not items:
         raise UserError(f"prompt set {folder} has no item in its {split} split")
     return items
+
+
+def find_kind(name: str) -> "PromptFn":
+    """A function of ``KINDS`` or, of ``package.module:function``, of your own. Raises UserError."""
+    try:
+        return KINDS.get(name) or find_function(name, list(KINDS))
+    except ValueError as error:
+        raise UserError(f"config.prompt_fn={error}") from error
 
 
 def _geneval(folder: Path, split: str) -> list[Item]:
@@ -308,7 +317,9 @@ def read_reference(source: Path | bytes, what: str) -> Image.Image:
         raise UserError(f"{what} {error}") from error
 
 
-KINDS: dict[str, Callable[[Path, str], list[Item]]] = {
+# Folder, split → the items in order.
+PromptFn = Callable[[Path, str], Iterable[Item]]
+KINDS: dict[str, PromptFn] = {
     "geneval": _geneval,
     "general_ocr": _text,
     "text": _text,

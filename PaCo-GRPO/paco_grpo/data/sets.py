@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paco_grpo.data.prompts import load_prompts
+from paco_grpo.data.prompts import find_kind, load_prompts
 from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.types import Item
 from paco_judge.errors import UserError
@@ -117,9 +117,14 @@ def reward_arguments(options: RunOptions, name: str) -> dict[str, Any]:
 
 
 def has_references(options: RunOptions) -> bool:
-    """Whether prompt sets are of a kind with reference images."""
+    """Whether prompt sets are of a kind with reference images.
+
+    A function of your own says so with an attribute ``has_references``.
+    """
     kinds = {prompt_set.kind for prompt_set in prompt_sets(options)}
-    return not kinds.isdisjoint(("geneval_image", "arrow_editing"))
+    if not kinds.isdisjoint(("geneval_image", "arrow_editing")):
+        return True
+    return any(getattr(find_kind(kind), "has_references", False) for kind in kinds)
 
 
 def _table(weights: Mapping[str, float], kwargs: Mapping[str, Mapping[str, Any]]) -> RewardTable:

@@ -47,7 +47,6 @@ Place = Annotated[str, AfterValidator(os.path.expanduser)]  # shells leave the ~
 Steps = Annotated[tuple[Whole, ...], BeforeValidator(_as_steps)]
 Names = Annotated[tuple[str, ...], Field(min_length=1)]
 Table = BeforeValidator(lambda value: value or {})  # YAML reads an empty table as None
-PromptKind = Literal["geneval", "general_ocr", "text", "geneval_image", "arrow_editing"]
 SetName = Annotated[str, Field(pattern=r"^[\w-]+$")]  # part of the names of metrics
 Weights = Annotated[dict[str, float], Table]
 Arguments = Annotated[dict[str, JsonValue], Table]
@@ -289,7 +288,7 @@ class DatasetOptions:
     """One of several prompt sets in one run (docs/rewards.md), an entry of ``config.datasets``."""
 
     folder: Place = Field(min_length=1, description="folder of the prompt set")
-    prompt_fn: PromptKind | None = beyond_paper(None, "its kind; None: as config.prompt_fn")
+    prompt_fn: str | None = beyond_paper(None, "its kind; None: as config.prompt_fn")
     open: bool | None = beyond_paper(
         None, "only its open prompts (true) or the others (false); None: all"
     )
@@ -337,7 +336,11 @@ class RunOptions:
     datasets: Annotated[dict[SetName, DatasetOptions], Table] = beyond_paper(
         {}, "several prompt sets in place of one: {name: {folder, share, reward_fn, …}}"
     )
-    prompt_fn: PromptKind = option("geneval", "kind of prompt set")
+    prompt_fn: str = option(
+        "geneval",
+        "kind of prompt set: geneval, general_ocr, text, geneval_image, arrow_editing or "
+        "package.module:function",
+    )
     item_size: Literal["exact", "aspect"] = option(
         "exact", "items' height and width: exact, or only their aspect"
     )

@@ -2,10 +2,13 @@
 
 import gzip
 import json
+import textwrap
 
 import pytest
 
 from paco_grpo.data.prompts import load_prompts, read_items
+from paco_grpo.data.sets import has_references
+from paco_grpo.options import RunOptions
 from paco_judge.errors import UserError
 
 GRID = "1x2 grid of a cat. [LEFT]: asleep. [RIGHT]: awake."
@@ -41,6 +44,31 @@ def test_a_line_of_a_text_is_a_prompt(tmp_path):
     (tmp_path / "test.txt").write_bytes(text.encode())
     prompts = [item.prompt for item in load_prompts(tmp_path, "test", "general_ocr")]
     assert prompts == ["a cat", "a\u2028dog\x0cand\x85more"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "problem"),
+    [
+        ("genevl", "prompt_fn='genevl' is unknown. Did you mean 'geneval'"),
+        ("my_format:none", "prompt_fn='my_format:none' cannot be imported"),
+    ],
+)
+def test_a_kind_is_a_name_or_a_function_of_your_own(kind, problem, tmp_path, monkeypatch):
+    code = """
+    def rows(folder, split):
+        for number in range(2):
+            yield make_item(number, {"prompt": f"{folder.name} {split} {number}"}, "here")
+    """
+    text = "from paco_grpo.data.prompts import make_item\n" + textwrap.dedent(code)
+    (tmp_path / "my_format.py").write_text(text + "rows.has_references = True\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "set").mkdir()
+    items = load_prompts(tmp_path / "set", "test", "my_format:rows")
+    assert [item.prompt for item in items] == ["set test 0", "set test 1"]
+    for name, has in (("my_format:rows", True), ("text", False), ("geneval_image", True)):
+        assert has_references(RunOptions(prompt_fn=name)) == has
+    with pytest.raises(UserError, match=problem):
+        load_prompts(tmp_path / "set", "test", kind)
 
 
 ROWS = [{"prompt": "a fox", "seed": 3}, {"prompt": "an owl"}]
