@@ -91,6 +91,7 @@ def kernels_of(name: str, batch: int, shared: bool) -> dict[str, tuple[int, int,
     options = load(name)
     share_casts = adapters.share_casts if shared else lambda transformer: None
     eager = {}
+    counts = {}
     with (
         few_blocks(options.pretrained.model, 2),
         fake_gpu(80) as gpu,
@@ -102,7 +103,7 @@ def kernels_of(name: str, batch: int, shared: bool) -> dict[str, tuple[int, int,
             with torch.no_grad(), policy.autocast(), Kernels() as kernels:
                 block(*args, **kwargs)
             eager[type(block).__name__] = kernels.count
-    programs: list[str] = []  # that Inductor writes
+    programs: list[str] = []  # that Inductor writes for a block
     with (
         gpu.mode,
         torch.no_grad(),
@@ -113,11 +114,13 @@ def kernels_of(name: str, batch: int, shared: bool) -> dict[str, tuple[int, int,
         mock.patch("torch.Tensor.unflatten", unflatten),
     ):
         compile_blocks(policy, lambda graph, inputs: compile_fx(graph, inputs, write_program))
+        if not shared:
+            config.post_grad_custom_pre_pass = None
         for block, args, kwargs in calls:
+            programs.clear()
             block(*args, **kwargs)
-    counts = {}
-    for (kind, launches), program in zip(eager.items(), programs, strict=True):
-        counts[kind] = (launches, *triton_kernels(program))
+            kind = type(block).__name__
+            counts[kind] = (eager[kind], *triton_kernels("\n".join(programs)))
     return counts
 
 

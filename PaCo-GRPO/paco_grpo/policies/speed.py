@@ -6,7 +6,9 @@ The numbers are equal up to rounding.
 import torch
 from diffusers import attention_backend
 from peft.tuners.tuners_utils import BaseTunerLayer
-from torch import nn
+from torch import fx, nn
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from typing_extensions import override
 
 from paco_grpo.names import did_you_mean
 from paco_grpo.options import ConfigError
@@ -95,6 +97,8 @@ def share_casts(transformer: nn.Module) -> None:
 
 
 def _take_shared_cast(layer: nn.Module, args: tuple) -> tuple | None:
+    if torch.compiler.is_compiling():
+        return None  # dynamo follows no attributes of some tensors; see ``SharedCasts``
     tokens = args[0]
     device_type = tokens.device.type
     if tokens.dtype != torch.float32 or not torch.is_autocast_enabled(device_type):
@@ -103,6 +107,29 @@ def _take_shared_cast(layer: nn.Module, args: tuple) -> tuple | None:
     if not hasattr(tokens, "shared_cast"):
         tokens.shared_cast = tokens.to(torch.get_autocast_dtype(device_type))
     return tokens.shared_cast, *args[1:]
+
+
+class SharedCasts(CustomGraphPass):
+    """Does in Inductor's graphs what ``share_casts`` does without compilation.
+
+    Graphs with a backward pass have each cast once without it.
+    """
+
+    @override
+    def __call__(self, graph: fx.Graph) -> None:
+        first: dict[tuple, fx.Node] = {}  # by tokens and data type
+        for cast in graph.find_nodes(
+            op="call_function", target=torch.ops.prims.convert_element_type.default
+        ):
+            shared = first.setdefault(cast.args, cast)
+            if shared is not cast:
+                cast.replace_all_uses_with(shared)
+                graph.erase_node(cast)
+
+    @override
+    def uuid(self) -> str:
+        """Part of the key of Inductor's cache: another text after a change of this class."""
+        return "paco_grpo.SharedCasts 1"
 
 
 def compile_blocks(policy: Policy, backend: str = "inductor") -> None:
@@ -116,4 +143,5 @@ def compile_blocks(policy: Policy, backend: str = "inductor") -> None:
     if torch.__version__ < (2, 12):
         # Inductor's analysis of memory access fails on symbolic sizes there (pytorch#181563).
         torch._inductor.config.triton.coalesce_tiling_analysis = False
+    torch._inductor.config.post_grad_custom_pre_pass = SharedCasts()
     policy.transformer.compile_repeated_blocks(dynamic=True, backend=backend)
