@@ -1,4 +1,4 @@
-"""TempFlow-GRPO's weights (arXiv 2508.04324) as an objective of one's own.
+"""TempFlow-GRPO's weights (arXiv 2508.04324) as an objective of your own.
 
 A step's loss is weighted by its noise, with mean 1 over the steps that may be noisy: early steps
 decide more of the image. In PaCo-GRPO:
@@ -26,7 +26,7 @@ class TempFlow(Ppo):
         return LossOutput(weight * loss, {**metrics, "step_weight": weight.expand(len(loss))})
 
     def deviation(self, step, index):
-        """The standard deviation of the noise at step ``index``, which no latents change."""
+        """The standard deviation (1,) of the noise at step ``index``, whatever the latents are."""
         rollout = step.rollout
         take_step = find_transition(rollout.transition)
         x = rollout.clean_latents[:1]

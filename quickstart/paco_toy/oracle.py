@@ -123,8 +123,8 @@ def read_grids(images: Sequence[Image.Image]) -> Reading:
         panel_norms = np.einsum("pd,pd->p", panels, panels)
         squared = panel_norms[:, None] - 2 * panels @ templates.T + norms
         nearest = squared.argmin(axis=1)
-        smallest = np.maximum(squared[np.arange(len(panels)), nearest], 0)
-        is_near = np.sqrt(smallest / panels.shape[1]) <= INVALID_RMS
+        distances = np.maximum(squared[np.arange(len(panels)), nearest], 0)
+        is_near = np.sqrt(distances / panels.shape[1]) <= INVALID_RMS
         is_empty = nearest == len(norms) - 1
         character, view = np.divmod(nearest, len(world.VIEWS))
         reading.character[numbers] = np.where(is_empty, -1, character).reshape(-1, 4)

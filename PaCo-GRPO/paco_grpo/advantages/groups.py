@@ -236,7 +236,7 @@ def _aggregate(
     if totals.keys() != groups.keys():
         key = min(map(str, totals.keys() ^ groups.keys()))
         raise ValueError(
-            f"it must return the keys of its arguments, and {_shortened(key)!r} is in one of both"
+            f"it must return the keys of its arguments; {_shortened(key)!r} is in one of the two"
         )
     for key, members in groups.items():
         total = totals[key]

@@ -176,7 +176,7 @@ def build_policy(options: RunOptions, device: FakeDevice, on: str) -> DiffusersP
     objective = create_objective(options)
     with torch.device("meta"):
         names = [snapshot.name for snapshot in objective.snapshots]
-        # So are those of the objective's.
+        # The objective's adapters have these shapes, too.
         add_adapters(policy, options, [*names, *objective.adapters], {})
     for module in (policy.transformer, policy.pipeline.vae, *policy.text_encoders()):
         fake_device.place(module, device, on)
@@ -264,14 +264,17 @@ def one_step(sampled: Rollout, index: int, count: int) -> Step:
 
 def share_kept(objective: Objective, plan: Plan) -> float:
     """The share of an epoch's images that the objective trains, with random advantages."""
-    groups = np.repeat(np.arange(plan.prompts), plan.images_per_prompt)
-    advantages = np.random.default_rng(0).standard_normal(len(groups))
-    return float(objective.keep(advantages, groups).mean())
+    item_ids = np.repeat(np.arange(plan.prompts), plan.images_per_prompt)
+    advantages = np.random.default_rng(0).standard_normal(len(item_ids))
+    return float(objective.keep(advantages, item_ids).mean())
 
 
 @torch.no_grad()
 def compare(objective: Objective, step: Step, policy: DiffusersPolicy) -> None:
-    """Measure what an objective compares within groups, and give the step what its loss needs."""
+    """The first pass over a micro-batch, of objectives that compare the images of a group.
+
+    Afterwards ``step`` has what the loss reads.
+    """
     if not objective.whole_groups:
         return
     measures = {name: np.zeros((2, 1)) for name in objective.measure(step, policy)}
@@ -318,8 +321,8 @@ def memory(
     latents = bytes_of(pieces.record) - bytes_of(pieces.record.conditioning)
     records = latents // plan.sample_batch_size * plan.samples_per_process
     records += bytes_of(sampled.encode.result) * texts
-    compared = math.ceil(pieces.share_kept * plan.samples_per_process / plan.gradient_steps)
-    frozen = pieces.frozen * len(pieces.trained_steps) * compared
+    kept_per_step = math.ceil(pieces.share_kept * plan.samples_per_process / plan.gradient_steps)
+    frozen = pieces.frozen * len(pieces.trained_steps) * kept_per_step
     activations = max(pieces.update.peak, pieces.before_update.peak)
     in_one_message = gradients if plan.num_processes > 1 else 0
     aside = gradients if options.train.ema else 0  # while the averaged weights are in their place

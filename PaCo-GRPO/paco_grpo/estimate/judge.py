@@ -1,8 +1,8 @@
 """What an epoch asks the judge, and how long the training waits for the answers.
 
 The rewards themselves make the questions, about plain images of the run's sizes. FLOPs are those of
-Qwen2.5-VL-7B, which PaCo-Reward-7B is, on vLLM: it keeps what it has computed of the beginning of a
-question, here the system prompt and images, and of an image.
+Qwen2.5-VL-7B, the architecture of PaCo-Reward-7B, on vLLM. It computes the beginning of questions
+once if they share it (the system prompt and images), and encodes an image once.
 """
 
 import inspect
@@ -31,14 +31,14 @@ from paco_judge.weights import TRAINED_MAX_PIXELS
 
 # Of the stated peak, assumed: no judge of 7B has run on a GPU here.
 SHARE = 0.3
-_MOST_ITEMS = 150  # of a prompt set, of which the questions are counted
+_MOST_ITEMS = 150  # of a prompt set whose questions are counted; the others are like them
 _TOKEN_SIDE = 28  # pixels
 _MIN_PIXELS = 56 * 56  # to which Qwen2.5-VL's processor enlarges an image
 # Tokens of the chat template: before the first image, around each image, and at the end.
 _BEGINNING = 14
 _AROUND_IMAGE = 2
 _END = 5
-_BLOCK = 16  # tokens of which vLLM keeps all or nothing
+_BLOCK = 16  # tokens in a block of vLLM's cache, which keeps whole blocks
 
 
 class Questions(NamedTuple):
@@ -53,7 +53,7 @@ class Questions(NamedTuple):
 
 
 class Judge:
-    """Qwen2.5-VL-7B, of which ``copies`` answer in turn. None has what another one keeps."""
+    """``copies`` of Qwen2.5-VL-7B, which answer in turn. Each has a cache of its own."""
 
     def __init__(self, copies: int) -> None:
         self.copies = copies
@@ -61,32 +61,34 @@ class Judge:
         self._tokenizer = pipeline.tokenizer  # about as fine as the real one
         self._text_tokens: dict[str, int] = {}
         model = pipeline.text_encoder.model
-        # A weight is multiplied and added for each token, in the encoder's blocks for each of the
-        # four patches of an image token.
+        # FLOPs of a token: each weight multiplies and adds once, but in the encoder's blocks once
+        # for each of the four patches of an image token.
         self.language_flops = 2 * _parameters(model.language_model.layers)
         self.vision_flops = 2 * _parameters(model.visual.merger)
         self.vision_flops += 2 * 4 * _parameters(model.visual.blocks)
 
     def cost(self, pairs: Sequence[Pair]) -> np.ndarray:
-        """Of questions that are asked one after the other: the numbers of ``Questions``, (5,)."""
+        """The numbers (5,) of ``Questions``, of ``pairs`` that are asked one after the other."""
         tokens = kept = encoded = 0
-        uses: Counter[Any] = Counter()  # of an image, and of images at the beginning of a question
+        image_uses: Counter[int] = Counter()
+        prefix_uses: Counter[tuple[int, ...]] = Counter()  # of the first images of a question
         for pair in pairs:
             sizes = [image_tokens(image) for image in pair.images]
             around_images = _AROUND_IMAGE * len(sizes)
             tokens += _BEGINNING + around_images + sum(sizes) + self._length(pair.question) + _END
-            shared = 0
-            beginning: tuple[int, ...] = ()
+            kept_images = 0
+            prefix: tuple[int, ...] = ()
             for image, size in zip(pair.images, sizes, strict=True):
-                uses[id(image)] += 1
-                if uses[id(image)] <= self.copies:
+                image_uses[id(image)] += 1
+                # The questions go round the copies, and each copy computes it once.
+                if image_uses[id(image)] <= self.copies:
                     encoded += size
-                beginning += (id(image),)
-                uses[beginning] += 1
-                if uses[beginning] > self.copies:
-                    shared += _AROUND_IMAGE + size
-            if shared:
-                kept += (_BEGINNING + shared) // _BLOCK * _BLOCK
+                prefix += (id(image),)
+                prefix_uses[prefix] += 1
+                if prefix_uses[prefix] > self.copies:
+                    kept_images += _AROUND_IMAGE + size
+            if kept_images:
+                kept += (_BEGINNING + kept_images) // _BLOCK * _BLOCK
         flops = (tokens - kept) * self.language_flops + encoded * self.vision_flops
         return np.array([len(pairs), tokens, kept, encoded, flops], dtype=np.float64)
 
@@ -141,9 +143,11 @@ def questions_of_item(
     item = item.load()
     height, width = item_size(item, options.train.resolution, options.item_size)
     images = [Image.new("RGB", (width, height)) for _ in range(count)]
+    if reward.compares_images:
+        return reward.ask(images, item)[0]
     pairs: list[Pair] = []
-    for together in [images] if reward.compares_images else [[image] for image in images]:
-        pairs += reward.ask(together, item)[0]
+    for image in images:
+        pairs += reward.ask([image], item)[0]
     return pairs
 
 
@@ -185,10 +189,9 @@ def judge_part(
     speed = gpus * SHARE * stated * 1e12
     title = f"judge, {gpus} GPU(s)"
     lines = [f"\n{title:<22}questions   tokens  kept    TFLOP  seconds"]
-    for name, asked in questions.items():
-        kept = asked.kept_tokens / asked.tokens
-        numbers = f"{asked.count:9.0f}{asked.tokens:9.0f}{kept:6.0%}{asked.flops / 1e12:9.0f}"
-        lines.append(f"{name:<22}{numbers}{asked.flops / speed:9.1f}")
+    for name, (count, tokens, kept_tokens, _, flops, _) in questions.items():
+        numbers = f"{count:9.0f}{tokens:9.0f}{kept_tokens / tokens:6.0%}{flops / 1e12:9.0f}"
+        lines.append(f"{name:<22}{numbers}{flops / speed:9.1f}")
     sampling = sum(seconds for phase, seconds in phases.items() if phase != "train")
     waiting = waiting_seconds(questions.values(), sampling, plan.rollout_batches, speed)
     total = sum(phases.values()) + waiting
@@ -216,7 +219,8 @@ def waiting_seconds(
             after += of_reward.flops / speed
         else:
             during += of_reward.flops / speed
-    # The judge is faster, and waits for the last batch, or it works without a pause from the first.
+    # Either the judge is faster, and answers the last batch after the others, or it is slower, and
+    # works without a pause since the first batch.
     end = max(sampling + during / batches, sampling / batches + during)
     return end - sampling + after
 

@@ -239,7 +239,7 @@ class Objective:
 
     @property
     def keeps_all(self) -> bool:
-        """Whether ``keep`` is the one of this class."""
+        """Whether ``keep`` is not overridden, so that every image with an advantage is trained."""
         return type(self).keep is Objective.keep
 
     def steps(self, rollout: Rollout, rng: np.random.Generator) -> Sequence[int]:
@@ -263,7 +263,8 @@ class Objective:
     def per_group(self, group: Group) -> Mapping[str, np.ndarray]:
         """What each of a group's K samples gets, by its name in ``Step.group``.
 
-        (K, steps), or (K,) for all steps. Every process calls it for every group.
+        (K, steps), or (K,) for all steps, or (1, steps) for all samples. Every process that has
+        images of the optimizer step calls it for every group.
         """
         return {}
 

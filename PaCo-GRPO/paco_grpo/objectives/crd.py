@@ -58,7 +58,7 @@ class Crd(NoisedObjective):
 
     @override
     def per_group(self, group: Group) -> dict[str, np.ndarray]:
-        """The means of R and r."""
+        """The means of R and r, which are the same for all images of the group."""
         return {name: values.mean(axis=0)[None] for name, values in group.measured.items()}
 
     @override

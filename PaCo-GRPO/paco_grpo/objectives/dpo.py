@@ -27,9 +27,9 @@ from paco_grpo.policies.base import Policy
 
 
 class Dpo(NoisedObjective):
-    """±β·sigmoid(−z)·e + KL weight·mean((v − v_ref)²); others do not train.
+    """±β·sigmoid(−z)·e + KL weight·mean((v − v_ref)²).
 
-    + is for the best image of a group, − for its worst. Metrics: policy_loss (−log sigmoid(z)),
+    + is for the best image of a group, − for its worst; the others are not trained. Metrics: policy_loss (−log sigmoid(z)),
     accuracy (z > 0), matching_error and, with a KL weight, kl.
     """
 
@@ -61,7 +61,7 @@ class Dpo(NoisedObjective):
 
     @override
     def per_group(self, group: Group) -> dict[str, np.ndarray]:
-        """±β·sigmoid(−z), and z."""
+        """±β·sigmoid(−z) of each image, and z of the pair."""
         beta = self.train.dpo_beta
         # 0 where the two clipped advantages are equal: which is better is then unknown.
         sign = np.sign(group.advantages - group.advantages.mean())[:, None]

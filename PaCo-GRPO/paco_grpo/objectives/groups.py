@@ -55,6 +55,8 @@ def set_group_values(
     objective: Objective, micro_batches: Sequence[MicroBatch], samples: Sequence[MeasuredSample]
 ) -> None:
     """Set ``MicroBatch.group``, from the measured ``samples`` of all processes."""
+    if not micro_batches:  # all images of this optimizer step are on other processes
+        return
     groups: dict[int, list[MeasuredSample]] = defaultdict(list)
     # Sorted, so that sums over a group do not depend on the number of processes.
     for sample in sorted(samples, key=lambda sample: sample.position):
@@ -67,9 +69,9 @@ def set_group_values(
             measured[name] = np.stack([member.values[name] for member in members])
         advantages = np.array([member.advantage for member in members])
         for name, result in objective.per_group(Group(item_id, advantages, measured)).items():
-            of_samples = result[:, None] if result.ndim == 1 else result
-            of_steps = np.broadcast_to(of_samples, (len(members), num_steps))
-            for member, row in zip(members, of_steps, strict=True):
+            columns = result[:, None] if result.ndim == 1 else result
+            group_rows = np.broadcast_to(columns, (len(members), num_steps))
+            for member, row in zip(members, group_rows, strict=True):
                 rows[name][member.position] = row
     for micro_batch in micro_batches:
         positions = micro_batch.positions.tolist()

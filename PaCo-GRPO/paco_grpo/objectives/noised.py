@@ -113,9 +113,9 @@ class Noised:
         return mean_square(velocity - self.target)
 
     def _frozen(self, name: str, weights: AbstractContextManager[None]) -> torch.Tensor:
-        """v by other weights, unless this step has them already, at the same latents."""
+        """v (B, L, C) of other weights, computed once for each step of an update."""
         frozen = self._step.frozen
-        key = name, self._shared
+        key = (name, self._shared)  # the latents of shared noise are others
         if key not in frozen:
             with torch.no_grad(), weights:
                 frozen[key] = self._predict()
@@ -134,7 +134,10 @@ class Noised:
 
 
 def check_groups(options: RunOptions) -> Iterator[str]:
-    """Yield what makes an objective impossible that compares images of a prompt with a reference."""
+    """Yield problems of an objective that compares a prompt's images with each other.
+
+    It also compares the trained model with its reference.
+    """
     name = f"train.loss_type={options.train.loss_type!r}"
     if not options.use_lora:
         yield (

@@ -34,8 +34,8 @@ class Opd(Objective):
         teachers = options.train.opd_teachers
         names = [name for name in options.datasets if name in teachers] or list(teachers)
         self.adapters = {f"teacher_{name}": teachers[name] for name in names}
-        # Where a forward is a collective operation, every process runs each teacher.
-        self.runs_all = options.train.sharding is not None
+        # Where a forward is a collective operation, every process takes part in each teacher's.
+        self.runs_each_teacher = options.train.sharding is not None
 
     @classmethod
     @override
@@ -71,11 +71,11 @@ class Opd(Objective):
         latents = step.noise.latents
         means = torch.zeros_like(latents)
         for number, name in enumerate(self.adapters):
-            is_taught = step.datasets == number
-            if self.runs_all or is_taught.any():
+            has_teacher = step.datasets == number
+            if self.runs_each_teacher or has_teacher.any():
                 with lora.using_adapter(policy, name):
                     teacher = transition(policy, step.rollout, latents, step.index)
-                rows = to_device(is_taught, latents.device).view(-1, 1, 1)
+                rows = to_device(has_teacher, latents.device).view(-1, 1, 1)
                 means = torch.where(rows, teacher.mean, means)
         return means
 

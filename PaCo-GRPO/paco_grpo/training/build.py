@@ -62,6 +62,7 @@ def build_run(options: RunOptions, configuration_name: str = "run") -> Run:
     """
     options = resolve_defaults(options)
     checks.check_run(options)
+    checks.check_adapters(options)
     strategy = start_processes(options)
     checks.warn_of_small_gpu(options, strategy.accelerator.device)
     name = options.run_name or f"{configuration_name}-{time.strftime('%Y%m%d-%H%M%S')}"

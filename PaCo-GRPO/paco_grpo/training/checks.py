@@ -64,12 +64,16 @@ def check_run(options: RunOptions) -> None:
         problems.append(str(error).removeprefix("config."))
     if objective is None or problems:
         raise ConfigError("\n".join(f"config.{problem}" for problem in problems))
-    if train.lora_path is not None:
-        find_lora(train.lora_path)
-    for name, place in objective.adapters.items():
-        find_lora(place, objective_adapter(name))
     for warning in questionable(options, objective):
         logger.warning("config.%s", warning)
+
+
+def check_adapters(options: RunOptions) -> None:
+    """Raise a PolicyLoadError for an adapter that training needs, and that is not there."""
+    if options.train.lora_path is not None:
+        find_lora(options.train.lora_path)
+    for name, place in create_objective(options).adapters.items():
+        find_lora(place, objective_adapter(name))
 
 
 def questionable(options: RunOptions, objective: Objective) -> list[str]:

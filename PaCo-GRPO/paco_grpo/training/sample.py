@@ -235,15 +235,19 @@ class Sampler:
         return Rollouts(epoch_samples.item_ids, datasets, shares, in_order, keys, finite)
 
     def _noise_steps(self) -> list[int]:
-        """Those of the current epoch, ascending; raises ConfigError if they cannot be trained."""
+        """The noise steps of the current epoch, ascending.
+
+        Raises ConfigError: They are not in the schedule, or there is none to train.
+        """
         epoch = self.state.epoch
         steps = sorted(set(self.objective.noise_steps(epoch)))
-        schedule = range(self.options.sample.num_steps)
-        too_few = self.objective.needs_noise_steps and not steps
-        if too_few or not set(steps).issubset(schedule):
+        last = self.options.sample.num_steps - 1
+        is_in_schedule = all(0 <= step <= last for step in steps)
+        lacks_one = self.objective.needs_noise_steps and not steps
+        if lacks_one or not is_in_schedule:
             raise ConfigError(
                 f"config.train.loss_type={self.options.train.loss_type!r}: noise_steps({epoch}) "
-                f"returns {steps}; it must return some of the steps 0 to {schedule[-1]}"
+                f"returns {steps}; it must return some of the steps 0 to {last}"
             )
         return steps
 

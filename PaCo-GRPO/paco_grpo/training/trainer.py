@@ -33,7 +33,7 @@ from paco_grpo.types import Item
 
 logger = logging.getLogger(__name__)
 
-_IDLE_EPOCHS = 10
+_IDLE_EPOCHS = 10  # without a trained image, after which a run stops
 
 
 class Trainer:
@@ -50,7 +50,7 @@ class Trainer:
         self.signals = StopSignal()
         self.evaluations = Evaluations(run, self._signaled)
         self.epochs_begun = 0  # by this process, since it was started
-        self.idle_epochs = 0  # the last ones, in which no image was trained
+        self.idle_epochs = 0  # the last ones in a row in which no image was trained
         # Of the current epoch:
         self.seconds: dict[str, float] = defaultdict(float)  # by phase
         self.started = 0.0
@@ -67,7 +67,8 @@ class Trainer:
         with contextlib.closing(queue):
             rollouts = self._sample(queue)
             with self._timed("train"):
-                # This needs no scores, so it is done while the last images are scored.
+                # This needs no scores, so it is done while the last images are scored. An objective
+                # that leaves images out chooses by the scores: then ``update`` does it.
                 if run.objective.keeps_all:
                     run.updater.recompute_old_log_probs(rollouts)
             scores = self._scores(queue)
@@ -271,12 +272,13 @@ class Trainer:
             )
 
     def _require_training(self, has_trained: bool) -> None:
-        """Warn of an epoch in which no image was trained, and stop after ``_IDLE_EPOCHS``."""
+        """Warn of an epoch in which no image was trained; stop after ``_IDLE_EPOCHS`` in a row."""
         self.idle_epochs = 0 if has_trained else self.idle_epochs + 1
         if has_trained:
             return
-        why = f"config.train.loss_type={self.options.train.loss_type!r} has kept no image"
-        logger.warning("in epoch %d, %s: no optimizer step", self.state.epoch, why)
+        loss_type = self.options.train.loss_type
+        why = f"no image was trained: none has an advantage that {loss_type!r} keeps"
+        logger.warning("in epoch %d, %s", self.state.epoch, why)
         if self.idle_epochs == _IDLE_EPOCHS:
             raise StopTraining(f"in {_IDLE_EPOCHS} epochs, {why}")
 

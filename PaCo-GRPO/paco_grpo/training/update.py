@@ -116,8 +116,8 @@ class Updater:
         """Train on one epoch's samples; returns metrics over the epoch, equal on every process.
 
         Args:
-            rollouts: What this process sampled, after ``recompute_old_log_probs`` if the objective
-                keeps all.
+            rollouts: What this process sampled. For an objective that keeps all images, after
+                ``recompute_old_log_probs``.
             advantages: (N,) over all processes, by position.
             kept: (N,) bool; the others have no advantage.
             epoch: For random streams.
@@ -161,7 +161,7 @@ class Updater:
         self._check_weights()
         self._blend_snapshots(every_step=False)
         metrics = _epoch_metrics(records)
-        if not chosen.all():
+        if not self.objective.keeps_all and kept.any():
             metrics["kept_share"] = trained.sum() / kept.sum()
         return metrics
 
@@ -253,9 +253,10 @@ class Updater:
         return torch.stack(deviations, dim=1).mean().item()
 
     def _chosen(self, item_ids: np.ndarray, advantages: np.ndarray, kept: np.ndarray) -> np.ndarray:
-        """False (N,) where the objective leaves a sample out.
+        """(N,) bool, False where the objective leaves a sample out.
 
-        It sees only those that have an advantage, the ``kept`` ones.
+        It chooses among the ``kept`` samples, which have an advantage. The others are True, so an
+        objective that leaves none out has the chunks that it would have if all had one.
         """
         members = np.flatnonzero(kept)
         mask = np.asarray(self.objective.keep(advantages[members], item_ids[members]))
@@ -271,10 +272,10 @@ class Updater:
     def _chunks(
         self, item_ids: np.ndarray, chosen: np.ndarray, epoch: int, inner_epoch: int
     ) -> list[np.ndarray]:
-        """Positions of the chosen samples of each optimizer step, for any number of processes.
+        """Positions of the chosen samples of each optimizer step, in order.
 
-        The sampler has shuffled the epoch. The first pass takes its order, so that every process
-        has an equal share.
+        They do not depend on the number of processes. The sampler has shuffled the epoch. The first
+        pass takes its order, so that processes have equal shares of a chunk if all are chosen.
         """
         order = np.arange(len(item_ids))
         if inner_epoch > 0:

@@ -115,7 +115,7 @@ LONG = 80 * "x"
 @pytest.mark.parametrize(
     ("totals", "words"),
     [
-        ({"z": [2.0, 3.0]}, "^it must return the keys of its arguments, and 'x{57}...' is in"),
+        ({"z": [2.0, 3.0]}, "^it must return the keys of its arguments; 'x{57}...' is in"),
         ({LONG: [1.0]}, r"shape \(2,\) for 'x{57}...', got \(1,\)$"),
         ({LONG: [1.0, np.nan]}, "finite numbers, got nan for image 1 of 'x{57}...'$"),
     ],

@@ -66,6 +66,14 @@ def trained(tiny_flux_dir, tmp_path_factory):
     return of
 
 
+@pytest.fixture(scope="module")
+def taught(tiny_flux_dir, tmp_path_factory):
+    """Options of a run with a teacher."""
+    teacher = tmp_path_factory.mktemp("teacher")
+    save_peft(policies.trained("flux", tiny_flux_dir), teacher)
+    return {"train__loss_type": "opd", "train__opd_teachers": f"{{one: {teacher}}}"}
+
+
 def test_each_image_has_one_process_and_one_number():
     """Seven images on three processes."""
     rows = np.arange(7)[:, None]
@@ -150,13 +158,11 @@ def test_uneven_work_does_not_hang_and_changes_nothing(trained):
 
 @pytest.mark.long
 @pytest.mark.parametrize("loss_type", ["own_objectives:Extremes", "dpo", "crd", "opd"])
-def test_left_out_compared_and_taught_images(trained, tiny_flux_dir, tmp_path_factory, loss_type):
+def test_left_out_compared_and_taught_images(trained, taught, loss_type):
     """Of each group, over both processes; one of them may train more images than the other."""
-    teacher = tmp_path_factory.mktemp("teacher")
-    save_peft(policies.trained("flux", tiny_flux_dir), teacher)
-    changes = {"train__loss_type": loss_type, "train__beta": 0.01, "sample__batch_size": 2}
+    changes = taught | {"train__loss_type": loss_type, "train__beta": 0.01}
     changes |= {"train__num_sigmas": 2, "train__sigma_fraction": 1}
-    changes |= {"train__opd_teachers": f"{{one: {teacher}}}", "train__crd_beta": 0.5}
+    changes |= {"sample__batch_size": 2, "train__crd_beta": 0.5}
     one = trained(1, uneven=True, **changes)
     assert_same_training(one, trained(2, uneven=True, **changes, **FSDP2))
 
@@ -186,11 +192,33 @@ def test_each_of_two_machines_holds_the_whole_base(trained):
 
 
 @pytest.mark.long
-def test_resume_is_bit_identical(trained, tiny_flux_dir):
-    whole = trained(2, **RESUMED)
-    half = trained(2, **RESUMED, num_epochs=1)
-    run_to_end(tiny_flux_dir, half, 2, **COMPARABLE | RESUMED, resume_from="latest")
+@pytest.mark.parametrize("trains_all", [True, False])
+def test_resume_is_bit_identical(trained, taught, tiny_flux_dir, trains_all):
+    """Of all weights, and of an adapter beside its teacher."""
+    changes = RESUMED if trains_all else taught | FSDP2 | {"save_freq": 1}
+    whole = trained(2, **changes)
+    half = trained(2, **changes, num_epochs=1)
+    run_to_end(tiny_flux_dir, half, 2, **COMPARABLE | changes, resume_from="latest")
     assert state(whole, 2) == state(half, 2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", [{}, FSDP2], ids=["ddp", "fsdp2"])
+def test_losses_of_more_processes_differ_by_rounding_alone(trained, taught, strategy):
+    """At the first weights, and after four optimizer steps.
+
+    Advantages do not enter a teacher's loss, and batches of one are computed alike on one process
+    and on two.
+    """
+    changes = taught | {"num_epochs": 5, "save_freq": 0, "test__num_images": 1}
+    changes |= {"train__gradient_step_per_epoch": 1, "train__learning_rate": 1e-3}
+    changes |= {"sample__batch_size": 1, "train__batch_size": 1}
+    one = [row["train/loss"] for row in rows(trained(1, **changes)) if row["phase"] == "train"]
+    folder = trained(2, **changes, **strategy)
+    two = [row["train/loss"] for row in rows(folder) if row["phase"] == "train"]
+    assert two[0] == pytest.approx(one[0], rel=1e-6)
+    assert two[4] == pytest.approx(one[4], rel=1e-4)
+    assert one[4] < 0.99 * one[0]
 
 
 @pytest.mark.long

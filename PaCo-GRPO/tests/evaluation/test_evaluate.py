@@ -185,9 +185,11 @@ def test_a_reward_that_compares_images_says_nothing_of_a_single_one():
 
 @pytest.mark.parametrize("place", ["", "diffusers"])
 def test_evaluating_an_adapter_repeats_the_run(trained_run, tmp_path, place):
+    """The adapter that the run started from is not needed."""
     evaluation = trained_run.folder / "eval" / "epoch_0002"
     adapter = trained_run.folder / "checkpoints" / "epoch_0002" / place
     arguments = ["--config", str(trained_run.folder / "saved.yaml"), "--adapter", str(adapter)]
+    arguments.append("--config.train.lora_path=nowhere")
     assert load_script("evaluate").main([*arguments, "--output", str(tmp_path)]) == 0
     train_rows = rows_of(trained_run.options, "train")
     assert train_rows[-1]["health/velocity_change"] > 0.01  # the adapter matters

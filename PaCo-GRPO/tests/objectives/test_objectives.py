@@ -20,6 +20,7 @@ from paco_grpo.objectives import (
     create_objective,
     get_objective,
 )
+from paco_grpo.objectives.groups import MeasuredSample, set_group_values
 from paco_grpo.options import RunOptions, TrainOptions
 from paco_grpo.options.schema import DatasetOptions, SampleOptions
 from paco_grpo.sampling.denoise import step_noise
@@ -323,6 +324,12 @@ def test_dpo_trains_the_best_and_the_worst_of_each_group():
     mask = keep(advantages, np.array([4, 1, 4, 1, 1, 1, 4]))
     assert mask.tolist() == [True, True, True, True, False, False, False]
     assert not keep(np.array([0.1, 0.1]), np.array([3, 3])).any()
+
+
+def test_a_process_without_images_of_an_optimizer_step_sets_nothing():
+    """The two kept images of a group may both be on another process."""
+    samples = [MeasuredSample(4, 7, sign * 1.5, {"change": np.ones(2)}) for sign in (1, -1)]
+    set_group_values(get_objective("dpo")(run_options()), [], samples)
 
 
 def test_each_prompt_set_has_its_teacher():

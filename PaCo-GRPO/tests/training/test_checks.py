@@ -12,9 +12,9 @@ from tiny_policies import load
 
 from paco_grpo.data.prompts import load_prompts
 from paco_grpo.objectives import create_objective
-from paco_grpo.policies import fewest_steps
+from paco_grpo.policies import PolicyLoadError, fewest_steps
 from paco_grpo.policies.loading import is_step_distilled
-from paco_grpo.training.checks import check_items, questionable
+from paco_grpo.training.checks import check_adapters, check_items, questionable
 from paco_grpo.types import Item
 from paco_judge.errors import UserError
 
@@ -68,6 +68,19 @@ def test_what_is_probably_not_meant_is_a_warning(tiny_flux_dir, changes, beginni
     lines = questionable(options, create_objective(options))
     assert len(lines) == (beginning is not None)
     assert all(line.startswith(beginning) for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"train.lora_path": "{}"}, "config.train.lora_path: "),
+        ({"train.loss_type": "opd", "train.opd_teachers.a": "{}"}, "adapter 'teacher_a': "),
+    ],
+)
+def test_a_missing_adapter_is_named(tmp_path, changes, named):
+    overrides = [(option, value.format(tmp_path)) for option, value in changes.items()]
+    with pytest.raises(PolicyLoadError, match=named):
+        check_adapters(load_named("t2is", *overrides))
 
 
 def test_a_distilled_model_is_known_by_its_index(tiny_flux_dir, tmp_path):

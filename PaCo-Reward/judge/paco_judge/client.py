@@ -229,12 +229,12 @@ class JudgeClient:
 
 
 def asking_order(pairs: Sequence[Pair]) -> list[int]:
-    """The numbers of ``pairs`` as they are sent: those with the same last image together.
+    """The numbers of ``pairs`` in the order of sending: those with the same last image together.
 
-    vLLM keeps for long what it has computed of the beginning of a question, its first image, but
-    encodings of further images only as many as fit into one of its steps.
+    vLLM caches the beginning of many questions, with their first images. But of the images after
+    it, it caches only as many as fit into one of its steps, so they are better used at once.
     """
-    places: dict[int, int] = {}  # of the last images, in their first order
+    places: dict[int, int] = {}  # of each last image (by ``id``), in order of appearance
     for pair in pairs:
         places.setdefault(id(pair.images[-1]), len(places))
     return sorted(range(len(pairs)), key=lambda number: places[id(pairs[number].images[-1])])
