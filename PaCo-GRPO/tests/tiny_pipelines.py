@@ -332,7 +332,7 @@ def vision_ids(tokenizer: transformers.Qwen2Tokenizer) -> dict[str, int]:
     return {name: tokenizer.convert_tokens_to_ids(text) for name, text in VISION_TOKENS.items()}
 
 
-def qwen2_5_vl() -> tuple[transformers.Qwen2VLProcessor, torch.nn.Module]:
+def qwen2_5_vl(layers: int = 1) -> tuple[transformers.Qwen2VLProcessor, torch.nn.Module]:
     """Its processor, with the tokenizer, and the model."""
     tokenizer = vision_tokenizer()
     images = transformers.Qwen2VLImageProcessor(**VISION_SIZES)
@@ -342,7 +342,7 @@ def qwen2_5_vl() -> tuple[transformers.Qwen2VLProcessor, torch.nn.Module]:
         "vocab_size": len(tokenizer),
         "hidden_size": 32,
         "intermediate_size": 64,
-        "num_hidden_layers": 1,
+        "num_hidden_layers": layers,
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
         "max_position_embeddings": 4096,

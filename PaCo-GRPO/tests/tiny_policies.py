@@ -32,6 +32,7 @@ from tiny_pipelines import (
 
 from paco_grpo.policies import Policy, PolicySettings, load_policy
 from paco_grpo.policies.adapters import add_lora
+from paco_grpo.policies.diffusers_policy import DiffusersPolicy
 from paco_grpo.sampling.denoise import Draws, Sampling, rollout
 from paco_grpo.types import Item, Rollout
 
@@ -46,6 +47,7 @@ class Family:
     )  # of ``load_policy``: the guidance it is meant to be used with
     references: int = 0  # images of an item
     discarded: str = ""  # regular expression for the LoRA layers whose output nothing reads
+    policy_name: str | None = None  # as ``config.pretrained.policy``
 
 
 _FLUX2 = Family(partial(build_tiny_flux2, klein=False), references=2)
@@ -134,9 +136,10 @@ def build_with_qwen_tokenizer(name: str, folder: Path, tokenizer: Path) -> Path:
         return build(name, folder)
 
 
-def load(name: str, folder: Path, **options) -> Policy:
-    options = {"max_sequence_length": 24} | (FAMILIES | VARIANTS)[name].options | options
-    return load_policy(folder, PolicySettings(**options))
+def load(name: str, folder: Path, policy_name: str | None = None, **options) -> DiffusersPolicy:
+    family = (FAMILIES | VARIANTS)[name]
+    options = {"max_sequence_length": 24} | family.options | options
+    return load_policy(folder, PolicySettings(**options), policy_name or family.policy_name)
 
 
 def picture(seed: int = 0, height: int = 32, width: int = 32) -> Image.Image:

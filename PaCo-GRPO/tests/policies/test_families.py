@@ -189,21 +189,42 @@ def test_images_are_those_of_the_diffusers_pipeline(any_folder, monkeypatch, nam
     assert (ours - pixels(policy, latents[0], chosen[0])).abs().max() > 1e-2
 
 
-GUIDED = [name for name in FAMILIES if "negative_prompt" in FAMILIES[name].options]
-GUIDED.append("flux2_klein")
+def scales_of(name):
+    """The scale that a family is used with, and one below 1 where that may guide."""
+    options = (FAMILIES | VARIANTS)[name].options
+    scale = options.get("guidance_scale", 2.5)
+    return (scale, 0.6) if "negative_prompt" in options or name == "flux2_klein" else (scale,)
 
 
-@pytest.mark.parametrize("name", GUIDED)
-def test_a_scale_below_one_guides_where_the_pipeline_does(tiny_folder, monkeypatch, name):
-    """With a negative prompt that is longer than the prompt."""
+@torch.no_grad()
+def ordered_velocity(policy, item, guided):
+    """At σ = 0.6; without the layout of latents: sorted as the noise at the same places is."""
+    conditioning = policy.encode([item])
+    noise = policy.initial_latents([3], *item.size)
+    velocity = policy.velocity(noise, torch.tensor([0.6]), conditioning, *item.size, guided)
+    return velocity.flatten()[noise.flatten().argsort()]
+
+
+# The call of LongCat-Image-Edit's pipeline takes no size.
+@pytest.mark.parametrize("name", sorted({*FAMILIES, *VARIANTS} - {"longcat_image_edit"}))
+def test_velocity_is_that_of_the_pipelines_own_call(tiny_folder, monkeypatch, name):
+    """As the generic policy gets it: guided and not, for two sizes and lengths of text."""
     monkeypatch.setattr(Flux2ImageProcessor, "check_image_input", lambda self, image: image)
-    options = {} if name == "flux2_klein" else {"negative_prompt": "blurred, and dark in one place"}
-    policy = load(name, tiny_folder(name), max_sequence_length=72, guidance_scale=0.6, **options)
-    (item,) = items(name, "a star")
-    (latent,), forwards = sample(policy, [item], [5])
-    assert len(forwards) == STEPS * (2 if name in ("krea2", "z_image") else 1)
-    theirs = stock_image(load_pipeline(policy, tiny_folder(name)), policy, item, 5)
-    assert (pixels(policy, latent, item) - theirs).abs().max() <= 1e-5
+    for scale in scales_of(name):
+        options = {"max_sequence_length": 128, "guidance_scale": scale}
+        if "negative_prompt" in (FAMILIES | VARIANTS)[name].options:
+            options["negative_prompt"] = "blurred, and dark in one place"
+        policy = load(name, tiny_folder(name), **options)
+        generic = load(name, tiny_folder(name), policy_name="generic", **options)
+        exec(policy.card_setup, {"pipe": generic.pipeline})  # noqa: S102 - as the model card says
+        for prompt, size in (("a star", (32, 64)), ("make the star blue, and larger", (64, 64))):
+            (item,) = items(name, prompt, size=size)
+            with policy.whole_pipeline(item):  # references get the size that the policy gives them
+                for guided in (True, False):
+                    ours, theirs = (
+                        ordered_velocity(driver, item, guided) for driver in (policy, generic)
+                    )
+                    assert (ours - theirs).abs().max() <= 1e-5
 
 
 @BY_NAME
