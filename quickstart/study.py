@@ -3,6 +3,7 @@
     study.py rewards                           # which reward keeps images different
     study.py objectives --runs nft awm         # objectives with the quickstart's reward
     study.py resolution aggregation            # the two claims of docs/method.md
+    study.py methods                           # w − b of seven methods for the same epochs
     study.py rewards --table                   # trains nothing: the table of finished runs
 
 It serves the judge in models/study_judge on port 8000, and writes its prompts, the quickstart's of
@@ -19,11 +20,12 @@ A run has a row for each evaluation; the last row has all columns:
   images", read by the oracle on open prompts.
 - ``consistency_after`` and the other measures of paco_toy/summary.py.
 - ``cpu_minutes``: of the trainer's processes, evaluations included, without the judge.
+- ``teraflops``: of the transformer in all epochs so far, without evaluations; by estimate.py since
+  December 2026, only in the study ``methods``, without what trained a teacher.
 
 Only rows until November 2026 have the rest: ``_before`` training, ``judge_`` and ``other_`` (w and b
 by the judge, and by a judge with another base, wording and training pairs), ``…_kappa`` =
-(w − b) / (1 − b), ``teraflops`` (of the transformer in all epochs so far, without evaluations),
-``minutes``, and ``warnings`` (signs of collapse with their first epoch). The quickstart's settings
+(w − b) / (1 − b), ``minutes``, and ``warnings`` (signs of collapse with their first epoch). The quickstart's settings
 were chosen on seeds 0 to 9. Rows of the study ``hacks`` are runs with planted rewards, which chose
 the signs of collapse (commit e2bd40d); ``quickstart`` are whole quickstarts, before commit e89da58
 of a toy world whose prompts also left the shape open. Commit c7f64444 has ``naming_variety``,
@@ -31,6 +33,7 @@ of a toy world whose prompts also left the shape open. Commit c7f64444 has ``nam
 """
 
 import argparse
+import contextlib
 import os
 import subprocess
 import sys
@@ -41,6 +44,7 @@ from typing import Any
 
 import pandas as pd
 
+from paco_grpo.options import read_options
 from paco_judge.files import read_json
 from paco_toy.build_world import build_prompt_sets
 from paco_toy.summary import commit, judge_id, scores_of
@@ -82,6 +86,9 @@ AGGREGATIONS = {
     "product": "product_aggregate_fn",
 }
 
+METHOD = {"num_epochs": 16, "eval_freq": 16, "save_freq": 4, "num_checkpoint_limit": 4}
+ALL_BUT_LAST = (0, 1, 2, 3, 4)
+
 # Run -> configuration and options of the training.
 Runs = dict[str, tuple[str, dict[str, Any]]]
 REWARDS: Runs = {
@@ -104,7 +111,46 @@ OBJECTIVES: Runs = {
 }
 # Compared with ``awm`` of the objectives, which is the same training at 64 px.
 RESOLUTION: Runs = {"128px": ("toy_t2is_awm", LARGER)}
+METHODS: Runs = {
+    # The window moves on three times.
+    "ppo": (
+        "toy_t2is",
+        METHOD
+        | {
+            "sample.noise_steps": ALL_BUT_LAST,
+            "sample.num_noise_steps": 2,
+            "sample.window_epochs": 4,
+        },
+    ),
+    # η and the share of trained steps are DanceGRPO's.
+    "dance": (
+        "toy_t2is",
+        METHOD
+        | {
+            "sample.transition": "dance_sde",
+            "sample.noise_level": 0.3,
+            "sample.noise_steps": ALL_BUT_LAST,
+            "sample.num_noise_steps": 3,
+        },
+    ),
+    "dpo": ("toy_t2is_nft", METHOD | {"train.loss_type": "dpo"}),
+    "opd": (
+        "toy_t2is",
+        METHOD
+        | {
+            "train.loss_type": "opd",
+            "sample.noise_steps": ALL_BUT_LAST,
+            "sample.same_latent": False,
+            "sample.latents_per_prompt": 1,
+        },
+    ),
+    "crd": ("toy_t2is_nft", METHOD | {"train.loss_type": "crd"}),
+    "nft": ("toy_t2is_nft", METHOD),
+}
+# Run -> the run of the next seed from which it learns.
+TEACHERS = {"opd": "nft"}
 STUDIES = {
+    "methods": METHODS,
     "rewards": REWARDS,
     "objectives": OBJECTIVES,
     "resolution": RESOLUTION,
@@ -135,11 +181,22 @@ def training_arguments(key: dict[str, Any]) -> list[str]:
         "test.seed": 1000 + seed,
         "test.num_images": 96,
     } | options
+    teacher = teacher_of(key)
+    if teacher is not None:
+        folder = folder_of(teacher) / "checkpoints" / f"epoch_{options['num_epochs']:04d}"
+        options["train.opd_teachers"] = {teacher["run"]: str(folder)}
     return [config, *(f"--config.{name}={value}" for name, value in options.items())]
 
 
-def agreement_arguments(folder: Path, seed: int) -> list[str]:
-    """Arguments of evaluate.py: w and b of a run's last checkpoint."""
+def teacher_of(key: dict[str, Any]) -> dict[str, Any] | None:
+    """The run from which a run learns, of another seed."""
+    if key["run"] not in TEACHERS:
+        return None
+    return key | {"run": TEACHERS[key["run"]], "seed": key["seed"] + 1}
+
+
+def agreement_arguments(checkpoint: Path, seed: int) -> list[str]:
+    """Arguments of evaluate.py: w and b of a run's checkpoint."""
     rewards = {f"{ORACLE}consistency": 1.0, f"{ORACLE}between_images": 1.0}
     return [
         "--config=config/grpo.py:toy_t2is",
@@ -147,9 +204,14 @@ def agreement_arguments(folder: Path, seed: int) -> list[str]:
         f"--config.test.seed={1000 + seed}",
         f"--config.test.reward_fn={rewards}",
         "--images_per_prompt=8",
-        f"--adapter={max((folder / 'checkpoints').glob('epoch_*'))}",
-        f"--output={folder / 'agreement'}",
+        f"--adapter={checkpoint}",
+        f"--output={agreement_folder(checkpoint)}",
     ]
+
+
+def agreement_folder(checkpoint: Path) -> Path:
+    """Where ``agreement_arguments`` writes."""
+    return checkpoint.parent.parent / "agreement" / checkpoint.name
 
 
 def train(key: dict[str, Any]) -> list[dict[str, Any]]:
@@ -161,31 +223,57 @@ def train(key: dict[str, Any]) -> list[dict[str, Any]]:
     before = getrusage(RUSAGE_CHILDREN)
     subprocess.run(script, cwd=GRPO, env=environment, check=True)
     after = getrusage(RUSAGE_CHILDREN)
-    evaluate = [sys.executable, "scripts/evaluate.py", *agreement_arguments(folder, key["seed"])]
-    subprocess.run(evaluate, cwd=GRPO, env=environment, check=True)
-
+    of_methods = key["study"] == "methods"
+    checkpoints = sorted((folder / "checkpoints").glob("epoch_*"))
     rows = evaluations_of(folder)
-    spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    rows[-1] |= agreement_of(folder)
+    for checkpoint in checkpoints if of_methods else checkpoints[-1:]:
+        arguments = agreement_arguments(checkpoint, key["seed"])
+        evaluate = [sys.executable, "scripts/evaluate.py", *arguments]
+        subprocess.run(evaluate, cwd=GRPO, env=environment, check=True)
+        row = rows.setdefault(checkpoint.name, {"epochs": epochs_of(checkpoint)})
+        row.update(agreement_of(checkpoint))
+    if of_methods:
+        of_epoch = teraflops_of_epoch(key)
+        for row in rows.values():
+            row["teraflops"] = of_epoch * row["epochs"]
+    evaluations = [rows[name] for name in sorted(rows)]
     if is_new:  # else, only part of it was spent now
-        rows[-1]["cpu_minutes"] = spent / 60
-    return rows
+        spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        evaluations[-1]["cpu_minutes"] = spent / 60
+    return evaluations
 
 
-def evaluations_of(folder: Path) -> list[dict[str, Any]]:
-    """Columns of every evaluation of a run."""
-    rows = []
+def epochs_of(folder: Path) -> int:
+    """Epochs before a checkpoint or evaluation."""
+    return int(folder.name.removeprefix("epoch_"))
+
+
+def evaluations_of(folder: Path) -> dict[str, dict[str, Any]]:
+    """Columns of every evaluation of a run, by its name."""
+    rows = {}
     for evaluation in sorted((folder / "eval").glob("epoch_*")):
         scores, _ = scores_of(evaluation)
         means = scores.mean().add_suffix("_after").to_dict()
-        epochs = int(evaluation.name.removeprefix("epoch_"))
-        rows.append({"epochs": epochs, "images": len(scores)} | means)
+        count = {"epochs": epochs_of(evaluation), "images": len(scores)}
+        rows[evaluation.name] = count | means
     return rows
 
 
-def agreement_of(folder: Path) -> dict[str, float]:
+def teraflops_of_epoch(key: dict[str, Any]) -> float:
+    """What the transformer computes in an epoch of a run: sampling and training."""
+    # Seconds to import, and --table does not need it.
+    from paco_grpo.estimate.generator import estimate
+
+    config, *arguments = training_arguments(key)
+    with contextlib.chdir(GRPO):
+        options, name = read_options(["--config", f"config/grpo.py:{config}", *arguments])
+        epoch = estimate(options, name, processes=1, gpu_bytes=0).epoch
+    return (epoch["denoise"] + epoch["train"]) / 1e12
+
+
+def agreement_of(checkpoint: Path) -> dict[str, float]:
     """Columns of the evaluation that ``agreement_arguments`` asks for."""
-    results = read_json(folder / "agreement" / "results.json")["results"]["adapter"]
+    results = read_json(agreement_folder(checkpoint) / "results.json")["results"]["adapter"]
     columns = {"w": "within", "b": "between", "w_minus_b": "within_minus_between"}
     return {f"oracle_{name}": results[f"oracle_{key}"]["mean"] for name, key in columns.items()}
 
@@ -204,8 +292,14 @@ def keep(key: dict[str, Any], evaluations: list[dict[str, Any]]) -> None:
 
 
 def trained(results: pd.DataFrame) -> pd.DataFrame:
-    """The last row of each run: what the trained model does. ``diversity`` is 1 − b."""
+    """The last row of each run: what the trained model does. ``diversity`` is 1 − b.
+
+    Of the study ``methods``, ``teraflops_to_half`` are those until w − b was first 0.5.
+    """
     last = results.drop_duplicates(KEY, keep="last")
+    is_half = (results["study"] == "methods") & (results["oracle_w_minus_b"] >= 0.5)
+    first = results[is_half].drop_duplicates(KEY).set_index(KEY)["teraflops"]
+    last = last.join(first.rename("teraflops_to_half"), on=KEY)
     return last.assign(diversity=1 - last["oracle_b"])
 
 
@@ -218,6 +312,8 @@ LABELS = {
     "alignment_after": "panels show what is named",
     "darkness_after": "darkness, %",
     "cpu_minutes": "CPU minutes",
+    "teraflops": "TFLOPs",
+    "teraflops_to_half": "TFLOPs to w − b = 0.5",
 }
 
 
@@ -226,12 +322,30 @@ def table(results: pd.DataFrame) -> str:
     rows = trained(results).dropna(axis=1, how="all").rename(columns=LABELS)
     columns = pd.Index(LABELS.values()).intersection(rows.columns, sort=False)
     groups = rows.groupby(["run", "judge"], sort=False)
-    return groups.agg({"seed": list} | dict.fromkeys(columns, mean_and_error)).to_string()
+    columns_of_means = {"seed": list} | dict.fromkeys(columns, mean_and_error)
+    if LABELS["teraflops_to_half"] in columns:
+        columns_of_means[LABELS["teraflops_to_half"]] = of_each
+    return groups.agg(columns_of_means).to_string()
 
 
 def mean_and_error(values: pd.Series) -> str:
     """Mean ± standard error; nan for one seed."""
     return f"{values.mean():.3f} ± {values.sem():.3f}"
+
+
+def of_each(values: pd.Series) -> str:
+    """The value of each seed; nan for one that has none."""
+    return ", ".join(f"{value:.1f}" for value in values)
+
+
+def finish(key: dict[str, Any]) -> None:
+    """Train a run, and first its teacher, unless results.csv has them."""
+    if (read_results()[KEY] == pd.Series(key)).all(axis=1).any():
+        return
+    teacher = teacher_of(key)
+    if teacher is not None:
+        finish(teacher)
+    keep(key, train(key))
 
 
 def train_missing(
@@ -255,11 +369,8 @@ def train_missing(
             for seed in seeds:
                 for run in STUDIES[study]:
                     values = [study, run, seed, commit(), judge_of_all, version("torch")]
-                    is_finished = (read_results()[KEY] == values).all(axis=1).any()
-                    is_chosen = runs is None or run in runs
-                    if is_chosen and not is_finished:
-                        key = dict(zip(KEY, values, strict=True))
-                        keep(key, train(key))
+                    if runs is None or run in runs:
+                        finish(dict(zip(KEY, values, strict=True)))
     finally:
         subprocess.run(["bash", "vllm_server/stop.sh"], cwd=GRPO, env=server, check=True)
 

@@ -12,7 +12,7 @@ from paco_grpo.commands.evaluate import results
 from paco_grpo.options import read_options
 from paco_grpo.rewards.registry import short_name
 from paco_grpo.training.checks import contradictions
-from paco_judge.files import read_json_lines
+from paco_judge.files import read_json_lines, write_json
 from paco_toy.darkness import darkness
 
 KEY = {"study": "rewards", "run": "variety", "seed": 2, "commit": "c7f64444", "judge": "abc"}
@@ -36,18 +36,18 @@ def test_the_trainer_takes_the_options_of_every_run(name, run, monkeypatch):
 
 def test_the_results_of_a_run_become_rows(tmp_path, monkeypatch):
     monkeypatch.chdir(study.GRPO)
-    (tmp_path / "checkpoints" / "epoch_0002").mkdir(parents=True)
-    options, _ = read_options(
-        [word for word in study.agreement_arguments(tmp_path, 1) if word.startswith("--config")]
-    )
+    checkpoint = tmp_path / "checkpoints" / "epoch_0002"
+    arguments = study.agreement_arguments(checkpoint, 1)
+    options, _ = read_options([word for word in arguments if word.startswith("--config")])
     names = map(short_name, options.test.reward_fn)
     rewards = dict(zip(names, (0.75, 0.625), strict=True))
     row = {"item_id": 0, "category": "c", "open": True, "rewards": rewards}
-    evaluation = tmp_path / "agreement"
-    evaluation.mkdir()
+    evaluation = tmp_path / "agreement" / "epoch_0002"
+    assert arguments[-2:] == [f"--adapter={checkpoint}", f"--output={evaluation}"]
+    evaluation.mkdir(parents=True)
     (evaluation / "eval_data.jsonl").write_text(json.dumps(row) + "\n")
     results(evaluation, None, None)
-    agreement = study.agreement_of(tmp_path)
+    agreement = study.agreement_of(checkpoint)
     assert agreement == {"oracle_w": 0.75, "oracle_b": 0.375, "oracle_w_minus_b": 0.375}
 
     known = study.read_results()
@@ -107,6 +107,53 @@ def test_a_run_is_of_the_judge_and_the_commit_that_it_was_trained_with(tmp_path,
     assert first_row["open"]
 
 
+def test_a_student_comes_after_a_teacher_of_another_seed(tmp_path, monkeypatch):
+    monkeypatch.setattr(study, "RESULTS", tmp_path / "results.csv")
+    key = KEY | {"study": "methods", "run": "opd"}
+    pd.DataFrame([key | {"run": "dpo"}]).to_csv(study.RESULTS, index=False)
+    trained = []
+    monkeypatch.setattr(study, "train", lambda key: trained.append(key) or [{"epochs": 4}])
+    study.finish(key)
+    study.finish(key)
+    teacher = key | {"run": "nft", "seed": 3}
+    assert trained == [teacher, key]
+    checkpoint = study.folder_of(teacher) / "checkpoints" / "epoch_0016"
+    assert f"--config.train.opd_teachers={{'nft': '{checkpoint}'}}" in study.training_arguments(key)
+
+
+def test_each_checkpoint_of_a_method_has_w_minus_b_and_its_teraflops(tmp_path, monkeypatch):
+    monkeypatch.setattr(study, "OUT", tmp_path)
+    key = KEY | {"study": "methods", "run": "crd"}
+    folder = study.folder_of(key)
+    for epochs in (4, 12):
+        (folder / "checkpoints" / f"epoch_{epochs:04d}").mkdir(parents=True)
+        measured = {name: {"mean": epochs / 16} for name in ("within", "between")}
+        measured["within_minus_between"] = {"mean": epochs / 20}
+        oracle = {f"oracle_{name}": of for name, of in measured.items()}
+        output = study.agreement_folder(folder / "checkpoints" / f"epoch_{epochs:04d}")
+        output.mkdir(parents=True)
+        write_json(output / "results.json", {"results": {"adapter": oracle}})
+    commands = []
+    monkeypatch.setattr(study.subprocess, "run", lambda words, **_: commands.append(words))
+    evaluations = {"epoch_0000": {"epochs": 0}, "epoch_0012": {"epochs": 12, "images": 3}}
+    monkeypatch.setattr(study, "evaluations_of", lambda folder: evaluations)
+    monkeypatch.setattr(study, "teraflops_of_epoch", lambda key: 1.5)
+    rows = pd.DataFrame(study.train(key)).assign(**key)
+    assert rows["epochs"].tolist() == [0, 4, 12]
+    assert rows["teraflops"].tolist() == [0, 6, 18]
+    assert rows["oracle_w_minus_b"].tolist()[1:] == [0.2, 0.6]
+    assert len(commands) == 3  # the training, two evaluations
+    other = rows.iloc[:2].assign(seed=5)
+    table = study.table(pd.concat([rows, other]))
+    assert table.splitlines()[-1].endswith(" 18.0, nan")
+
+
+def test_teraflops_are_the_transformers_in_an_epoch():
+    """As results.csv has it for the quickstart's training, from another count."""
+    key = KEY | {"study": "methods", "run": "nft"}
+    assert study.teraflops_of_epoch(key) == pytest.approx(18.5126 / 16, rel=1e-4)
+
+
 def test_darkness_is_the_percentage_of_dark_pixels():
     image = Image.new("RGB", (8, 4), "gray")
     image.paste("black", (0, 0, 2, 4))
@@ -123,7 +170,8 @@ def test_errors_are_between_seeds_and_of_one_judge():
         ("variety", "j2", "c", 2, 0.9),
     ]
     finished = pd.DataFrame(rows, columns=["run", "judge", "commit", "seed", "oracle_w_minus_b"])
-    table = study.table(finished.assign(study="rewards", torch=None, oracle_b=0.25))
+    others = {"study": "rewards", "torch": None, "teraflops": None}
+    table = study.table(finished.assign(oracle_b=0.25, **others))
     _, _, *lines = table.splitlines()
     assert [" ".join(line.split()) for line in lines] == [
         "variety j1 [0, 1] 0.750 ± 0.000 0.200 ± 0.100",
