@@ -134,7 +134,7 @@ class DiffusersPolicy(Policy):
         self._transformer_config = pipeline.transformer.config
         # With a state of its own.
         self._scheduler = FlowMatchEulerDiscreteScheduler.from_config(pipeline.scheduler.config)
-        self._texts = TensorCache(CACHE_BYTES)
+        self._cached_texts = TensorCache(CACHE_BYTES)
         # Positions of tokens: they are computed on the CPU, so they are kept on the device.
         self._ids: dict[tuple, Any] = {}
         for module in (pipeline.transformer, pipeline.vae, *self.text_encoders()):
@@ -216,7 +216,7 @@ class DiffusersPolicy(Policy):
                 rows = []
                 for text, digest, images in zip(texts, digests, seen, strict=True):
                     compute_row = partial(compute, text, images)
-                    rows.append(self._texts.get((text, digest, length), compute_row))
+                    rows.append(self._cached_texts.get((text, digest, length), compute_row))
                 embeds, *pooled = zip(*rows, strict=True)
                 lengths = torch.tensor([len(features) for features in embeds])
                 mask = torch.arange(int(lengths.max())) < lengths[:, None]

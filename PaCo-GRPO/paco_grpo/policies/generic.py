@@ -341,7 +341,7 @@ class GenericPolicy(DiffusersPolicy):
                 self._shares_calls = self._has_rows(tape, item, length)
             return tape.results
 
-        results = self._texts.get((key, length), compute)
+        results = self._cached_texts.get((key, length), compute)
         signature = _signature(results)
         self._signatures[key] = signature
         on_device = tree_map_only(torch.Tensor, lambda tensor: tensor.to(self.device), results)
