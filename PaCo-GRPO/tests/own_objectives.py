@@ -2,9 +2,8 @@
 
 import numpy as np
 import torch
-from torch.nn.functional import binary_cross_entropy_with_logits
 
-from paco_grpo.objectives import LossOutput, Objective, Snapshot, transition
+from paco_grpo.objectives import LossOutput, Objective, transition
 from paco_grpo.objectives.base import mean_square
 from paco_grpo.objectives.noised import Noised, NoisedObjective
 from paco_grpo.objectives.ppo import Ppo
@@ -87,39 +86,6 @@ class Distill(Objective):
         with torch.no_grad(), lora.using_adapter(policy, "mine"):
             teacher = transition(policy, step.rollout, latents, step.index)
         return LossOutput(mean_square(student.mean - teacher.mean) / (2 * student.std.square()))
-
-
-class Crd(NoisedObjective):
-    """CRD by cross-entropy, with errors that are not normalized."""
-
-    default_sigmas = 1
-    whole_groups = True
-
-    def __init__(self, options, scale=1.0):
-        super().__init__(options)
-        self.scale = scale
-        self.snapshots = (
-            Snapshot("old", lambda step: min(0.25 + 0.005 * step, 0.999)),
-            Snapshot("sampling", lambda step: 0.0, samples_from=0),
-        )
-
-    def implicit(self, step, policy):
-        noised = Noised(step, policy)
-        return noised.error(noised.velocity("old")) - noised.error(noised.velocity())
-
-    def measure(self, step, policy):
-        return {"implicit": self.implicit(step, policy)}
-
-    def per_group(self, group):
-        rewards = group.advantages / self.train.adv_clip_max / 2
-        target = rewards - rewards.mean()
-        return {"center": group.measured["implicit"].mean(axis=0)[None], "target": target}
-
-    def loss(self, step, policy):
-        reached = self.scale * (self.implicit(step, policy) - step.group["center"])
-        target = step.group["target"].sigmoid()
-        loss = binary_cross_entropy_with_logits(reached, target, reduction="none")
-        return LossOutput(loss * self.train.adv_clip_max / self.scale)
 
 
 class Nothing(Ppo):

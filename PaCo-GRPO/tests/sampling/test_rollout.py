@@ -14,7 +14,6 @@ from paco_grpo.sampling.denoise import (
     Transition,
     cps_step,
     dance_step,
-    find_transition,
     integrate,
     rollout,
     sde_step,
@@ -98,33 +97,12 @@ def test_log_prob(step, sigma):
     torch.testing.assert_close(taken.log_prob(latents), expected.mean((1, 2)), rtol=1e-4, atol=1e-4)
 
 
-def half_step(x, v, sigma, sigma_next, sigma_first, a):
-    """Half of dance_sde's noise, and a mean that depends on every argument."""
-    mean = x + sigma_first * sigma.view(-1, 1, 1) * v
-    return Transition(mean, a / 2 * (sigma - sigma_next).sqrt(), a / 2 * torch.ones_like(sigma))
-
-
 def one_std(x, v, sigma, sigma_next, sigma_first, a):
     return Transition(x, torch.tensor(a), sigma)
 
 
 def negative(x, v, sigma, sigma_next, sigma_first, a):
     return CpsTransition(x, 0.55 - sigma, sigma)
-
-
-def test_a_transition_of_ones_own():
-    place = f"{__name__}:half_step"
-    assert find_transition(place) is half_step
-    assert transition_problem(place, 5, (1, 3), 0.7) is None
-    record = toy_rollout(ToyPolicy(), transition=place)
-    for step in record.noise_steps:
-        sigma, following = record.sigmas[step.index : step.index + 2]
-        p = record.sigmas.new_tensor([0.3, -0.7])
-        v = p[0] * step.latents + p[1] * sigma * record.conditioning.direction
-        torch.testing.assert_close(step.mean, step.latents + record.sigmas[1] * sigma * v)
-        noise = (step.next_latents - step.mean) / (0.35 * (sigma - following).sqrt())
-        drawn = np.random.default_rng([11, step.index]).standard_normal((6, 4), np.float32)
-        torch.testing.assert_close(noise[1], torch.from_numpy(drawn), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

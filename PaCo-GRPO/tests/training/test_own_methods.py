@@ -1,6 +1,5 @@
 """Published methods as users write them, in whole runs: nothing of the package is patched."""
 
-import numpy as np
 import pytest
 import torch
 from tiny_policies import trained
@@ -60,12 +59,3 @@ def test_a_users_version_trains_as_ours(tiny_flux_dir, tmp_path, method):
     for own_row, our_row in zip(own_rows, our_rows, strict=True):
         for name in ("train/loss", "train/grad_norm"):
             assert own_row[name] == pytest.approx(our_row[name], rel=1e-4, abs=1e-6)
-
-
-def test_crd_by_cross_entropy(tiny_flux_dir, tmp_path):
-    changes = SMALL | SIGMA | {"train__loss_type": "own_objectives:Crd"}
-    options = tiny_options(tiny_flux_dir, tmp_path, **changes, train__loss_kwargs__scale=0.5)
-    state = train(options).run.state
-    rows = rows_of(options, "train")
-    assert set(state.snapshots) == {"old", "sampling"} and state.optimizer_steps == 2
-    assert all(np.isfinite(row["train/loss"]) and row["train/grad_norm"] > 0 for row in rows)

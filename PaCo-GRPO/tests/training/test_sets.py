@@ -3,6 +3,7 @@
 The sets differ in everything: size, share, prompts, rewards, weights, arguments.
 """
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -21,8 +22,7 @@ from forked_runs import (
 from hypothesis import given
 from hypothesis import strategies as st
 from named import CONFIG, load
-from own_objectives import Extremes
-from tiny_run import rows_of, tiny_options, train, write_rows
+from tiny_run import sampled, tiny_options, train, write_rows
 
 from paco_grpo.data.sets import (
     divide,
@@ -30,13 +30,13 @@ from paco_grpo.data.sets import (
     prompt_sets,
     reward_arguments,
 )
+from paco_grpo.distributed import Shares
 from paco_grpo.options import ConfigError, load_options, make_options, options_to_yaml
 from paco_grpo.rewards.registry import build_rewards, watched_rewards
 from paco_grpo.rewards.sets import merge_sets
 from paco_grpo.training.build import build_run, training_rewards
 from paco_grpo.training.checks import contradictions
 from paco_grpo.training.sample import GroupSampler
-from paco_grpo.training.trainer import Trainer
 
 ASKED = "reward_factories:of_set"
 OTHERS = "reward_factories:spread_of_set"
@@ -244,36 +244,23 @@ def test_a_run_is_not_resumed_with_a_changed_set(tiny_flux_dir, tmp_path, caplog
     assert run.set_rewards[1].weights == {"of_set": 4.0, "spread_of_set": 0.5}
 
 
-@pytest.mark.slow
-def test_an_objective_chooses_among_the_scored_images_of_all_sets(tiny_flux_dir, tmp_path):
-    """Odd items of a set have no score; the deviation is over all images of a set."""
-    changes = set_changes(tmp_path) | {"train__loss_type": "own_objectives:Extremes"}
-    sets = sets_in(tmp_path)
-    sets["small"] = {"folder": sets["small"]["folder"], "reward_fn": {"tiny_run:brightness": 1.0}}
-    sets["large"]["reward_fn"] = {"reward_factories:gaps": 1.0}
-    changes |= {"datasets": json.dumps(sets), "train__max_missing_reward_fraction": 0.8}
-    options = tiny_options(tiny_flux_dir, tmp_path, num_epochs=1, **changes)
-    run = build_run(options)
-    seen = {}
-
-    def keep(advantages, item_ids):
-        seen["advantages"], seen["item_ids"] = advantages, item_ids
-        return Extremes.keep(run.objective, advantages, item_ids)
-
-    def update(rollouts, advantages, kept, epoch, should_stop):
-        np.testing.assert_array_equal(advantages[kept] != 0, True)
-        seen["expected"] = advantages[kept], rollouts.item_ids[kept]
-        seen["datasets"] = set(rollouts.datasets[kept].tolist())
-        return original(rollouts, advantages, kept, epoch, should_stop)
-
-    original = run.updater.update
-    run.objective.keep = keep
-    run.updater.update = update
-    Trainer(run).fit()
-    np.testing.assert_array_equal([seen["advantages"], seen["item_ids"]], seen["expected"])
-    assert seen["datasets"] == {0, 1} and len(seen["item_ids"]) < 12
-    (row,) = rows_of(options, "train")
-    assert row["train/kept_share"] == pytest.approx(2 / 3)
+def test_a_trained_image_knows_its_set(tiny_flux_dir, tmp_path):
+    """On the second of two processes, where positions and numbers differ."""
+    run = build_run(tiny_options(tiny_flux_dir, tmp_path, **set_changes(tmp_path)))
+    rollouts, _ = sampled(run)
+    second = dataclasses.replace(
+        rollouts,
+        shares=Shares(1, 2, 12),
+        samples=rollouts.samples[1::2],
+        keys=rollouts.keys[1::2],
+    )
+    numbers = set()
+    for micro_batch in run.updater._micro_batches(second, np.zeros(12), np.arange(12), 0, 0):
+        for step in micro_batch.build_steps():
+            items = [run.train_items[item_id] for item_id in step.rollout.item_ids]
+            assert step.datasets.tolist() == [item.dataset for item in items]
+            numbers.update(step.datasets.tolist())
+    assert numbers == {0, 1}
 
 
 DGPO = {
