@@ -61,7 +61,7 @@ FAMILIES = (
     "z_image_t2is",
 )
 NOT_KERNELS = ("aten::empty.memory_format", "aten::empty_like", "aten::_unsafe_view")
-HEAD = f"{'configuration':<18} {'block':<30} {'eager kernels':<14} {'Triton kernels':<14} GB"
+HEAD = f"{'configuration':<18} {'block':<34} {'eager kernels':<14} {'Triton kernels':<14} GB"
 
 
 class Kernels(TorchDispatchMode):
@@ -169,7 +169,7 @@ def main(words: Sequence[str] | None = None) -> int:
             after = shared[kind]
             eager, kernels = (f"{before[i]} -> {after[i]}" for i in range(2))
             bytes_moved = f"{before[2]:.2f} -> {after[2]:.2f}"
-            print(f"{name:<18} {kind:<30} {eager:<14} {kernels:<14} {bytes_moved}", flush=True)
+            print(f"{name:<18} {kind:<34} {eager:<14} {kernels:<14} {bytes_moved}", flush=True)
     return 0
 
 
