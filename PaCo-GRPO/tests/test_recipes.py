@@ -10,11 +10,10 @@ import pandas as pd
 import pytest
 from fakes import fake_judge
 from tiny_pipelines import save_clip, save_open_clip
-from tiny_policies import draw, trained
+from tiny_policies import build, draw, load, trained
 from tiny_run import as_arguments, load_script, overrides_for, rows_of
 
 from paco_grpo.options import OPTIONS, read_options
-from paco_grpo.policies import PolicySettings, load_policy
 from paco_grpo.policies.adapters import save_peft
 from paco_grpo.rewards.registry import short_name
 from paco_grpo.types import Item
@@ -89,12 +88,15 @@ def test_every_command_trains(arguments, recipes, tiny_flux_dir, tmp_path, monke
     assert {f"reward/{reward}_mean" for reward in measured} <= set(row)
 
 
-def test_generator(recipes, tiny_flux_dir):
+def test_generator(recipes, tmp_path):
     item = Item(0, "a red star")
+    family = "stable_diffusion_3 large"
+    folder = build(family, tmp_path / "model")
     images = []
     for name in (None, "my_policies:MyPolicy"):
-        policy = load_policy(tiny_flux_dir, PolicySettings(max_sequence_length=16), name)
-        assert type(policy).__name__ == ("MyPolicy" if name else "FluxPolicy")
+        policy = load(family, folder, name)
+        assert type(policy).__name__ == ("MyPolicy" if name else "StableDiffusion3Policy")
+        assert policy.uses_true_cfg
         images += draw(policy, [item], [3], 32, 48, 2)
     assert images[0].size == (48, 32)
     assert np.abs(np.asarray(images[0], int) - np.asarray(images[1], int)).max() <= 1
