@@ -21,13 +21,14 @@ from paco_judge.arguments import Parser
 from paco_judge.errors import run_command
 
 GIB = 2**30
-# Of the stated peak. Compiling reaches 1.5 times the 27 % of an H100 that computes an image of
-# 1024 px (huggingface.co/blog/lora-fast; PyTorch's report of 11 May 2026, without a LoRA). By the
-# operations and bytes of a block, a slower card reaches about as much without it.
+# Of the stated peak, with compiled blocks. An H100 reaches 27 % without them for an image of 1024 px
+# (huggingface.co/blog/lora-fast), and compiling makes it 1.5 times as fast (PyTorch's report of 11
+# May 2026, without a LoRA). A slower card should reach about as much without compiling, as the
+# operations and bytes of a block suggest.
 SHARE = 0.42
-# TFLOP a second of blocks that are not compiled: `t2is` (FLUX.1-dev, one image of 512 px at a time)
-# reached them while it sampled on an H100, and 133 while it trained (docs/evidence.md). The GPU
-# waited for PyTorch to start kernels.
+# The most TFLOP a second without compiled blocks, where the GPU waits for PyTorch to start kernels:
+# what an H100 reached while it sampled for `t2is` (FLUX.1-dev, one image of 512 px at a time). It
+# reached 133 while it trained (docs/evidence.md).
 EAGER_LIMIT = 182
 # Epochs of the toy's runs (quickstart/results.csv).
 TOY_EPOCHS = 16
@@ -129,7 +130,7 @@ def assumed_share(stated: float, compiled: bool) -> float:
 
 
 def lengths_of_runs(hours: float, gpus: int) -> str:
-    """What runs of known length take; ``hours`` is an epoch's on ``gpus`` GPUs."""
+    """Two lines about runs of known length, if an epoch takes ``hours`` on ``gpus`` GPUs."""
     toy = TOY_EPOCHS * hours
     return (
         f"{TOY_EPOCHS} epochs, as in the quickstart: {toy:.1f} hours, {toy * gpus:.1f} GPU-hours\n"

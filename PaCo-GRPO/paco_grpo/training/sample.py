@@ -69,7 +69,8 @@ class GroupSampler:
         seeds = self._words(count, Stream.SAMPLE_SEEDS, epoch)
         words = self._words(self.latents * sum(self.num_items), Stream.INITIAL_SEEDS, epoch)
         by_latent_and_item = words.reshape(self.latents, -1)
-        # An item's images are numbered one after the other, so each noise gets its share of them.
+        # ``order`` has k successive numbers for each item. As ``latents`` divides k, each initial
+        # noise gets equally many of an item's images.
         initial_seeds = by_latent_and_item[order % self.latents, item_ids]
         return EpochSamples(item_ids, seeds, initial_seeds)
 
