@@ -43,5 +43,5 @@ def test_it_trains(tiny_flux_dir, tmp_path):
     changes |= {"sample__noise_steps": "0,1", "sample__same_latent": True}
     options = tiny_options(tiny_flux_dir, tmp_path, health__probe_images=0, **changes)
     train(options)
-    weights = {round(row["train/step_weight"], 3) for row in rows_of(options, "train")}
-    assert len(weights) >= 1 and all(0 < weight < 2 for weight in weights)
+    weights = [row["train/step_weight"] for row in rows_of(options, "train")]
+    assert all(0 < weight < 2 and weight != 1 for weight in weights)

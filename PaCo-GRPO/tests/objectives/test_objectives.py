@@ -294,6 +294,7 @@ def test_gradient_is_that_of_the_joint_loss(name):
     result = sample(policy)
     train = train_options()
     losses = NumpyLoss(name, policy, result, train)
+    start = policy.transformer.current.detach().clone()
     pairs = [(5 << 32) + int(item) for item in result.item_ids]
 
     def joint_dpo(weights, index):
@@ -308,7 +309,6 @@ def test_gradient_is_that_of_the_joint_loss(name):
         normalizer = np.abs(difference).mean(axis=(1, 2))
         return losses.joint_crd(weights, index, normalizer).sum()
 
-    start = policy.transformer.current.detach().clone()
     joint = {"dpo": joint_dpo, "crd": joint_crd}[name]
     evaluate(name, result, policy, train)[0].sum().backward()
     expected = []
