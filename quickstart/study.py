@@ -134,11 +134,14 @@ METHODS: Runs = {
         },
     ),
     "dpo": ("toy_t2is_nft", METHOD | {"train.loss_type": "dpo"}),
+    # It must go as far as its teacher, but overshoots with the same learning rate.
     "opd": (
         "toy_t2is",
         METHOD
         | {
             "train.loss_type": "opd",
+            "train.learning_rate": 5e-4,
+            "train.gradient_step_per_epoch": 4,
             "sample.noise_steps": ALL_BUT_LAST,
             "sample.same_latent": False,
             "sample.latents_per_prompt": 1,
