@@ -53,6 +53,7 @@ Steps = Sequence[tuple[float, float]]  # σ and the time that the transformer ge
 Key = tuple[str, Any, int]  # method, its text or texts, and the number of such calls before
 # Text tokens that may be asked of any pipeline; the default of many is fewer.
 _TEXT_LIMIT = 512
+_INTERPOLATED_STEPS = 20
 
 
 class _Stop(Exception):
@@ -216,8 +217,13 @@ class GenericPolicy(DiffusersPolicy):
     @override
     def size_multiple_with(cls, vae: Mapping[str, Any]) -> int:
         names = ("block_out_channels", "encoder_block_out_channels", "dim_mult")
-        levels = next(vae[name] for name in names if name in vae)
-        return 2 * 2 ** (len(levels) - 1)
+        for name in names:
+            if name in vae:
+                return 2 * 2 ** (len(vae[name]) - 1)
+        raise PolicyLoadError(
+            f"{cls.family} cannot be trained: the sides that its VAE takes are unknown, because "
+            f"vae/config.json has none of {', '.join(names)}"
+        )
 
     @override
     def text_encoders(self) -> Sequence[nn.Module]:
@@ -413,15 +419,14 @@ class GenericPolicy(DiffusersPolicy):
     def _time(self, sigma: float, size: tuple[int, int]) -> float:
         """What the transformer gets at ``sigma``: 1000σ, unless the pipeline rounds or shifts it.
 
-        Between the σ of its schedules, it is interpolated.
+        Between the σ of its schedules, it is interpolated in one of them: the result does not
+        depend on the schedules before.
         """
-        if size not in self._times:
-            self.sigmas(20, *size)
-        times = self._times[size]
-        if sigma in times:
-            return times[sigma]
-        known = sorted(times.items() | {(0.0, 0.0)})
-        return float(np.interp(sigma, *zip(*known, strict=True)))
+        if sigma in self._times.get(size, {}):
+            return self._times[size][sigma]
+        knots = self.sigmas(_INTERPOLATED_STEPS, *size).flip(0).tolist()
+        times = [self._times[size].get(knot, 0.0) for knot in knots]
+        return float(np.interp(sigma, knots, times))
 
     @torch.no_grad()
     @override
@@ -496,6 +501,14 @@ class GenericPolicy(DiffusersPolicy):
         raise NotImplementedError("the pipeline's call makes the forwards")
 
 
+def guidance_argument(arguments: Mapping[str, inspect.Parameter]) -> str | None:
+    """The argument of a pipeline's call that scales its guidance."""
+    for name, argument in arguments.items():
+        if name.endswith("guidance_scale") and argument.default is not None:
+            return name
+    return "true_cfg_scale" if "true_cfg_scale" in arguments else None
+
+
 @functools.cache
 def generic_policy(pipeline_class: type[DiffusionPipeline]) -> type[GenericPolicy]:
     """The policy of ``pipeline_class``, by the arguments of its call and its components.
@@ -510,25 +523,25 @@ def generic_policy(pipeline_class: type[DiffusionPipeline]) -> type[GenericPolic
         raise PolicyLoadError(
             f"{name} cannot be trained: its call takes no {' and no '.join(sorted(missing))}"
         )
-    scales = [a for a in arguments if a.endswith("guidance_scale")]
-    scales = [a for a in scales if arguments[a].default is not None]
+    components = inspect.signature(pipeline_class.__init__).parameters
+    if "transformer" not in components:
+        raise PolicyLoadError(f"{name} cannot be trained: it has no transformer")
+    scale = guidance_argument(arguments)
     # Beside a scale of true CFG, or by another name, it is an input of the transformer.
-    is_input = "true_cfg_scale" in arguments or "guidance_scale" not in scales
-    if not scales and "true_cfg_scale" in arguments:
-        scales = ["true_cfg_scale"]
-        is_input = False
+    is_input = scale != "true_cfg_scale" and (
+        scale != "guidance_scale" or "true_cfg_scale" in arguments
+    )
     has_negative = "negative_prompt" in arguments
     guides = has_negative or hasattr(pipeline_class, "do_classifier_free_guidance")
     references = [a for a in ("image", "images", "input_images") if a in arguments]
     length = arguments.get("max_sequence_length")
-    components = inspect.signature(pipeline_class.__init__).parameters
     tokenizers = [component for component in components if component.startswith("tokenizer")]
     facts = {
         "__doc__": f"``{name}``, by its own call.",
         "pipeline_class": pipeline_class,
         "family": name,
         "arguments": frozenset(arguments),
-        "scale": scales[0] if scales else None,
+        "scale": scale,
         "scale_guides": guides and not is_input,
         "has_true_cfg": has_negative and not is_input,
         "switched_off": tuple(a for a in arguments if _SWITCHED_OFF.search(a)),
@@ -619,7 +632,7 @@ def _signature(value: Any) -> Hashable:
     if isinstance(value, torch.Tensor):
         if value.shape[:1] == (1,):
             return value.shape
-        digest = hashlib.blake2b(value.contiguous().view(torch.uint8).numpy())
+        digest = hashlib.blake2b(value.contiguous().flatten().view(torch.uint8).numpy())
         return value.shape, digest.digest()
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], torch.Tensor):
         return value[0].shape

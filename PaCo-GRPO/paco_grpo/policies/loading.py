@@ -21,7 +21,7 @@ from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.options.schema import PretrainedOptions
 from paco_grpo.policies.base import Policy, PolicyLoadError, PolicySettings
 from paco_grpo.policies.diffusers_policy import DiffusersPolicy
-from paco_grpo.policies.generic import GenericPolicy, generic_policy
+from paco_grpo.policies.generic import GenericPolicy, generic_policy, guidance_argument
 from paco_grpo.policies.models import part_classes
 from paco_grpo.policies.speed import compile_blocks, set_attention
 from paco_grpo.types import Item
@@ -106,7 +106,8 @@ def _log_generic(options: RunOptions) -> None:
     others = []
     for option in ("sample.guidance_scale", "sample.negative_prompt", "max_sequence_length"):
         name = option.rpartition(".")[2]
-        value, default = getattr(settings, name), getattr(defaults, name)
+        value = getattr(settings, name)
+        default = getattr(defaults, name)
         if value != default:
             others.append(f"config.{option}={value!r} (the pipeline: {default!r})")
     logger.info(
@@ -202,16 +203,16 @@ class PipelineDefaults:
     """What a pipeline's call does if it is told nothing but the prompt."""
 
     num_steps: int
-    guidance_scale: float | None  # None: there is no one scale
+    guidance_scale: float  # 1 in a pipeline that has none
     negative_prompt: str | None  # None: no true CFG
     max_sequence_length: int
 
 
 def pipeline_defaults(policy: type[DiffusersPolicy]) -> PipelineDefaults:
     """The defaults of the pipeline that ``policy`` drives."""
-    call = inspect.signature(policy.pipeline_class.__call__)
-    defaults = {name: parameter.default for name, parameter in call.parameters.items()}
-    scale = defaults.get("guidance_scale") or defaults.get("true_cfg_scale")
+    arguments = inspect.signature(policy.pipeline_class.__call__).parameters
+    defaults = {name: argument.default for name, argument in arguments.items()}
+    scale = guidance_argument(arguments)
     negative = None
     if policy.has_true_cfg and "true_cfg_scale" not in defaults:
         # These pipelines take None for an empty text, those with a true_cfg_scale for no guidance.
@@ -219,7 +220,7 @@ def pipeline_defaults(policy: type[DiffusersPolicy]) -> PipelineDefaults:
     tokens = defaults.get("max_sequence_length") or policy.text_limit
     return PipelineDefaults(
         num_steps=defaults["num_inference_steps"],
-        guidance_scale=None if scale is None else float(scale),
+        guidance_scale=float(defaults[scale]) if scale else 1.0,
         negative_prompt=negative,
         max_sequence_length=tokens,
     )

@@ -85,7 +85,7 @@ def prove(
             differences.append(_check(policy, _difference(ours, theirs)))
             if len(differences) == 1:
                 shared_error = _check_shared(policy, sized)
-    except PolicyLoadError:
+    except (PolicyLoadError, torch.OutOfMemoryError):  # memory is not the policy's fault
         raise
     except Exception as error:
         raise PolicyLoadError(

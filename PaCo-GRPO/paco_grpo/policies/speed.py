@@ -103,9 +103,11 @@ def _take_shared_cast(layer: nn.Module, args: tuple) -> tuple | None:
     device_type = tokens.device.type
     if tokens.dtype != torch.float32 or not torch.is_autocast_enabled(device_type):
         return None
-    # The cast lives as long as the tokens: it is found by the next layer that takes them.
-    if not hasattr(tokens, "shared_cast"):
+    # The cast lives as long as the tokens, unless a block changes them in place: it is found by the
+    # next layer that takes them.
+    if getattr(tokens, "cast_version", None) != tokens._version:
         tokens.shared_cast = tokens.to(torch.get_autocast_dtype(device_type))
+        tokens.cast_version = tokens._version
     return tokens.shared_cast, *args[1:]
 
 

@@ -15,7 +15,8 @@ import torch
 import transformers
 
 from paco_grpo.options import RunOptions
-from paco_grpo.policies import generic
+from paco_grpo.policies import diffusers_policy, generic
+from paco_grpo.policies import proof as comparison
 from paco_grpo.policies.diffusers_policy import DiffusersPolicy
 from paco_grpo.policies.loading import GENERIC, POLICIES, policy_name
 from paco_grpo.policies.proof import prove
@@ -26,6 +27,7 @@ from paco_judge.identity import Match, fingerprint, identity, match
 logger = logging.getLogger(__name__)
 
 _SMALL = 64  # px; some pipelines take no smaller images, or no other multiples
+_CODE = (generic.__file__, diffusers_policy.__file__, comparison.__file__)
 # Options on which images depend.
 _OF_IMAGES = (
     "allow_tf32",
@@ -84,7 +86,7 @@ def _subject(policy: DiffusersPolicy, options: RunOptions) -> dict[str, Any]:
     """What the proof holds for."""
     return {
         "model": identity(options.pretrained.model),
-        "code": fingerprint(generic.__file__),
+        "code": fingerprint(*_CODE),
         "device": policy.device.type,
         "diffusers": diffusers.__version__,
         "torch": torch.__version__,

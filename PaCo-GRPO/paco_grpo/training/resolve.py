@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from paco_grpo.advantages.aggregation import describe
 from paco_grpo.data.sets import load_items, prompt_sets
-from paco_grpo.options import ConfigError, RunOptions
+from paco_grpo.options import RunOptions
 from paco_grpo.policies import policy_class
 from paco_grpo.policies.diffusers_policy import DiffusersPolicy
 from paco_grpo.policies.loading import pipeline_defaults, text_length
@@ -21,10 +21,7 @@ def resolve_defaults(
 ) -> RunOptions:
     """``options`` with the pipeline's defaults where they ask for them: before any check.
 
-    ``policy``: that of the model, if it is known.
-
-    Raises:
-        ConfigError: The pipeline has no default guidance.
+    ``policy``: that of the model, if it is known. Raises PolicyLoadError.
     """
     sample = options.sample
     test = options.test
@@ -32,11 +29,6 @@ def resolve_defaults(
         return options
     defaults = pipeline_defaults(policy or policy_class(options.pretrained))
     if sample.guidance_scale is None:
-        if defaults.guidance_scale is None:
-            raise ConfigError(
-                f"config.sample.guidance_scale=None: the pipeline of {options.pretrained.model} has "
-                "no default of it; give a number"
-            )
         negative = sample.negative_prompt
         if negative is None:
             negative = defaults.negative_prompt

@@ -15,6 +15,7 @@ from paco_grpo.policies import PolicySettings
 from paco_grpo.policies.adapters import add_lora, save_diffusers
 from paco_grpo.policies.base import PolicyLoadError
 from paco_grpo.policies.generic import generic_policy
+from paco_grpo.policies.loading import pipeline_defaults
 from paco_grpo.types import Conditioning
 
 SIZE = (64, 32)
@@ -221,6 +222,10 @@ def test_offloaded_models_and_lower_precision(tiny_folder):
 def test_what_cannot_be_driven_is_refused_in_a_sentence(tiny_folder):
     with pytest.raises(PolicyLoadError, match="LongCatImageEditPipeline .* no height and no width"):
         generic_policy(diffusers.LongCatImageEditPipeline)
+    with pytest.raises(PolicyLoadError, match="StableDiffusionPipeline .* no transformer"):
+        generic_policy(diffusers.StableDiffusionPipeline)
+    with pytest.raises(PolicyLoadError, match="ChromaPipeline .* vae/config.json has none of"):
+        generic_policy(diffusers.ChromaPipeline).size_multiple_with({"latent_channels": 16})
     pipeline = DiffusionPipeline.from_pretrained(tiny_folder("flux"))
     pipeline.scheduler = diffusers.DDIMScheduler()
     with pytest.raises(PolicyLoadError, match="a DDIMScheduler, but must be"):
@@ -229,9 +234,6 @@ def test_what_cannot_be_driven_is_refused_in_a_sentence(tiny_folder):
 
 def test_the_class_knows_what_is_asked_before_weights_are_loaded():
     """As the native ones, where their calls tell."""
-    from paco_grpo.policies.loading import POLICIES
-
-    assert len(POLICIES) > 10
     flux = generic_policy(diffusers.FluxPipeline)
     assert (flux.has_true_cfg, flux.edits_images, flux.text_limit) == (False, False, 512)
     kontext = generic_policy(diffusers.FluxKontextPipeline)
@@ -240,4 +242,16 @@ def test_the_class_knows_what_is_asked_before_weights_are_loaded():
     assert generic_policy(diffusers.QwenImagePipeline).has_true_cfg
     assert generic_policy(diffusers.CogView4Pipeline).text_limit == 1024
     assert not generic_policy(diffusers.LongCatImagePipeline).cuts_text
-    assert generic_policy(diffusers.FluxPipeline) is flux
+    assert pipeline_defaults(flux).guidance_scale == 3.5
+    assert pipeline_defaults(generic_policy(diffusers.HunyuanImagePipeline)).guidance_scale == 3.25
+    assert pipeline_defaults(generic_policy(diffusers.Flux2KleinKVPipeline)).guidance_scale == 1
+
+
+def test_the_time_at_any_sigma_does_not_depend_on_earlier_schedules(tiny_folder):
+    """A resumed run has made fewer of them."""
+    folder = tiny_folder("stable_diffusion_3")
+    policies = [load_generic("stable_diffusion_3", folder) for _ in range(2)]
+    policies[1].sigmas(7, *SIZE)
+    sigmas = np.linspace(0.05, 0.95, 60).tolist()
+    times = [[policy._time(sigma, SIZE) for sigma in sigmas] for policy in policies]
+    assert times[0] == times[1] == pytest.approx(np.multiply(sigmas, 1000))

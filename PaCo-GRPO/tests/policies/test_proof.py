@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from unittest import mock
 
 import pytest
 import torch
@@ -165,6 +166,11 @@ def test_what_a_pipeline_cannot_do_is_told(monkeypatch):
         prove(policy, item_of("qwen_image"), [(36, 64)], 3)
     monkeypatch.setattr(type(policy.pipeline.transformer), "forward", lambda *_, **__: 1 / 0)
     with pytest.raises(PolicyLoadError, match=r"fails \(ZeroDivisionError"):
+        prove(policy, item_of("qwen_image"), SIZES, 3)
+    # The trainer says what saves memory.
+    without_memory = mock.Mock(side_effect=torch.OutOfMemoryError("tried to allocate 2 GiB"))
+    monkeypatch.setattr(policy, "velocity", without_memory)
+    with pytest.raises(torch.OutOfMemoryError):
         prove(policy, item_of("qwen_image"), SIZES, 3)
     policy = load_generic("flux")
     monkeypatch.setattr(type(policy.pipeline), "__call__", lambda *_, **__: None)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from paco_grpo.estimate.fake_device import cuda_autocast
 from paco_grpo.options import RunOptions
 from paco_grpo.policies import adapters
-from paco_grpo.policies.speed import SharedCasts, compile_blocks
+from paco_grpo.policies.speed import SharedCasts, compile_blocks, share_casts
 
 PROMPTS = ("a quiet red fox", "two loud clocks")  # of equal length, as one family needs
 # One forward for a velocity: without true CFG, whose two forwards take the same latents.
@@ -102,6 +102,28 @@ def test_tokens_are_cast_once_before_layers_in_4_bits(tiny_flux_dir, monkeypatch
     shared_velocity, _, shared_casts = forward(shared, "flux")
     assert torch.equal(shared_velocity, velocity)
     assert max(casts.values()) > 1 == max(shared_casts.values())
+
+
+class AddsInPlace(torch.nn.Module):
+    """Changes its tokens between the two layers that take them."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(4, 4) for _ in range(2)])
+
+    def forward(self, tokens):
+        first = self.layers[0](tokens)
+        tokens += 3
+        return first - self.layers[1](tokens)
+
+
+def test_tokens_that_a_block_changes_in_place_are_cast_again():
+    block = AddsInPlace()
+    tokens = torch.linspace(-2, 2, 12).view(1, 3, 4)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = block(tokens.clone())
+        share_casts(block)
+        assert torch.equal(block(tokens.clone()), expected)
 
 
 def test_tokens_are_cast_once_without_lora(tiny_flux_dir):
