@@ -1,7 +1,9 @@
 """docs/recipes.md: each code block is written to the file it names and used by its import path."""
 
+import os
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -100,6 +102,20 @@ def test_generator(recipes, tmp_path):
         images += draw(policy, [item], [3], 32, 48, 2)
     assert images[0].size == (48, 32)
     assert np.abs(np.asarray(images[0], int) - np.asarray(images[1], int)).max() <= 1
+
+
+@pytest.mark.long
+def test_the_family_tests_take_a_policy_of_ones_own(recipes, tiny_flux_dir):
+    command = [sys.executable, "-m", "pytest", "-q", HERE / "tests/policies/test_families.py"]
+    command += ["--policy", "my_policies:MyPolicy", "--pipeline", tiny_flux_dir]
+    environment = os.environ | {"PYTHONPATH": f"{recipes}:{os.environ.get('PYTHONPATH', '')}"}
+    for wrong in (False, True):
+        if wrong:
+            path = recipes / "my_policies.py"
+            path.write_text(path.read_text().replace("self.guidance_scale", "1.0"))
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert (run.returncode != 0) == wrong, run.stdout
+        assert ("own_call[yours]" if wrong else "5 passed") in run.stdout
 
 
 def test_commands_name_scripts_configurations_and_options_that_exist():

@@ -48,6 +48,7 @@ class Family:
     references: int = 0  # images of an item
     discarded: str = ""  # regular expression for the LoRA layers whose output nothing reads
     policy_name: str | None = None  # as ``config.pretrained.policy``
+    rounding: float = 0.05  # at most: the relative error of a velocity in bfloat16
 
 
 _FLUX2 = Family(partial(build_tiny_flux2, klein=False), references=2)
