@@ -117,11 +117,6 @@ class DiffusersPolicy(Policy):
 
     def __init__(self, pipeline: DiffusionPipeline, settings: PolicySettings) -> None:
         """Freeze ``pipeline`` and put it on the device of ``settings``."""
-        if not isinstance(pipeline.scheduler, FlowMatchEulerDiscreteScheduler):
-            raise PolicyLoadError(
-                f"the pipeline's scheduler is a {type(pipeline.scheduler).__name__}, but must be a "
-                "FlowMatchEulerDiscreteScheduler: correct scheduler/scheduler_config.json."
-            )
         self.pipeline = pipeline
         self.device = torch.device(settings.device)
         self.dtype = settings.dtype

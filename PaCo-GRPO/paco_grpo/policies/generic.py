@@ -24,7 +24,6 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import torch
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
-from diffusers.loaders import PeftAdapterMixin
 from PIL import Image
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -190,8 +189,6 @@ class GenericPolicy(DiffusersPolicy):
     reference_argument: ClassVar[str | None]
 
     def __init__(self, pipeline: DiffusionPipeline, settings: PolicySettings) -> None:
-        if not isinstance(getattr(pipeline, "transformer", None), PeftAdapterMixin):
-            raise PolicyLoadError(f"{self.family} cannot be trained: its transformer takes no LoRA")
         super().__init__(pipeline, settings)
         self.lora_targets = _lora_targets(pipeline.transformer)
         if not pipeline.transformer._repeated_blocks:  # for compile_repeated_blocks

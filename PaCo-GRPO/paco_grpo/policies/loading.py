@@ -12,7 +12,8 @@ from typing import Any
 
 import diffusers
 import torch
-from diffusers import DiffusionPipeline
+from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, ModelMixin
+from diffusers.loaders import PeftAdapterMixin
 from huggingface_hub import snapshot_download
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -49,6 +50,17 @@ POLICIES: dict[str, str] = {
     "StableDiffusion3Pipeline": "paco_grpo.policies.stable_diffusion_3:StableDiffusion3Policy",
     "ZImagePipeline": "paco_grpo.policies.z_image:ZImagePolicy",
 }
+
+# What a pipeline is refused for before its weights are downloaded: part, its class, the message.
+_REQUIRED_PARTS = (
+    (
+        "scheduler",
+        FlowMatchEulerDiscreteScheduler,
+        "its scheduler in model_index.json is no FlowMatchEulerDiscreteScheduler",
+    ),
+    ("transformer", PeftAdapterMixin, "its transformer takes no LoRA"),
+    ("vae", ModelMixin, "it has no VAE"),
+)
 
 GENERIC = "generic"  # as ``config.pretrained.policy``
 
@@ -194,7 +206,10 @@ def pipeline_class(model_path: str | Path) -> type[DiffusionPipeline]:
             f"config.pretrained.model={model_path}: model_index.json names {name}, but diffusers "
             f"{diffusers.__version__} has no such pipeline"
         )
-    part_classes(index, model_path)
+    parts = part_classes(index, model_path)
+    for part, part_class, problem in _REQUIRED_PARTS:
+        if not issubclass(parts.get(part, type(None)), part_class):
+            raise PolicyLoadError(f"{name} cannot be trained: {problem}")
     return pipeline
 
 

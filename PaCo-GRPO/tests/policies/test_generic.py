@@ -1,6 +1,7 @@
 """Pipelines that nobody wrote a policy for: native families, driven through their own calls."""
 
 import dataclasses
+import json
 from concurrent.futures import ThreadPoolExecutor
 
 import diffusers
@@ -11,7 +12,8 @@ from diffusers import DiffusionPipeline
 from diffusers.pipelines.flux2.image_processor import Flux2ImageProcessor
 from tiny_policies import FAMILIES, disturb, draw, items, load, picture, trainable_parameters
 
-from paco_grpo.policies import PolicySettings
+from paco_grpo.options.schema import PretrainedOptions
+from paco_grpo.policies import PolicySettings, policy_class
 from paco_grpo.policies.adapters import add_lora, save_diffusers
 from paco_grpo.policies.base import PolicyLoadError
 from paco_grpo.policies.generic import generic_policy
@@ -219,17 +221,30 @@ def test_offloaded_models_and_lower_precision(tiny_folder):
     assert error.dtype == torch.float32 and 1e-4 < error.abs().mean() < 0.05
 
 
-def test_what_cannot_be_driven_is_refused_in_a_sentence(tiny_folder):
+def test_what_cannot_be_driven_is_refused_in_a_sentence():
     with pytest.raises(PolicyLoadError, match="LongCatImageEditPipeline .* no height and no width"):
         generic_policy(diffusers.LongCatImageEditPipeline)
     with pytest.raises(PolicyLoadError, match="StableDiffusionPipeline .* no transformer"):
         generic_policy(diffusers.StableDiffusionPipeline)
     with pytest.raises(PolicyLoadError, match="ChromaPipeline .* vae/config.json has none of"):
         generic_policy(diffusers.ChromaPipeline).size_multiple_with({"latent_channels": 16})
-    pipeline = DiffusionPipeline.from_pretrained(tiny_folder("flux"))
-    pipeline.scheduler = diffusers.DDIMScheduler()
-    with pytest.raises(PolicyLoadError, match="a DDIMScheduler, but must be"):
-        generic_policy(type(pipeline))(pipeline, PolicySettings())
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "message"),
+    [
+        ("scheduler", ["diffusers", "DDIMScheduler"], "no FlowMatchEulerDiscreteScheduler"),
+        ("transformer", [None, None], "its transformer takes no LoRA"),
+        ("vae", ["transformers", "CLIPTextModel"], "it has no VAE"),
+    ],
+)
+def test_parts_that_cannot_be_trained_are_refused_before_weights_are_loaded(
+    tmp_path, tiny_folder, part, value, message
+):
+    index = json.loads((tiny_folder("flux") / "model_index.json").read_bytes())
+    (tmp_path / "model_index.json").write_text(json.dumps(index | {part: value}))
+    with pytest.raises(PolicyLoadError, match=f"FluxPipeline cannot be trained: .*{message}"):
+        policy_class(PretrainedOptions(model=str(tmp_path)))
 
 
 def test_the_class_knows_what_is_asked_before_weights_are_loaded():

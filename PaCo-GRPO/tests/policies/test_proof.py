@@ -163,7 +163,10 @@ def test_what_a_pipeline_cannot_do_is_told(monkeypatch):
     """Another size, its own error, and a loop that hides its scheduler."""
     policy = load_generic("qwen_image")
     with pytest.raises(PolicyLoadError, match=r"QwenImagePipeline .* 36x64 fails .* one of 32x64"):
-        prove(policy, item_of("qwen_image"), [(36, 64)], 3)
+        prove(policy, item_of("qwen_image"), [(36, 64), (36, 64)], 3)
+    # Only the first size is not the run's.
+    proof = prove(policy, item_of("qwen_image"), [(36, 64), (64, 32)], 3)
+    assert [(part.height, part.width) for part in proof.differences] == [(64, 32)]
     monkeypatch.setattr(type(policy.pipeline.transformer), "forward", lambda *_, **__: 1 / 0)
     with pytest.raises(PolicyLoadError, match=r"fails \(ZeroDivisionError"):
         prove(policy, item_of("qwen_image"), SIZES, 3)
