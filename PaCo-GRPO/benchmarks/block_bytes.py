@@ -165,11 +165,13 @@ def main(words: Sequence[str] | None = None) -> int:
     for name in arguments.configurations:
         separate = kernels_of(name, arguments.batch, shared=False)
         shared = kernels_of(name, arguments.batch, shared=True)
-        for kind, before in separate.items():
-            after = shared[kind]
-            eager, kernels = (f"{before[i]} -> {after[i]}" for i in range(2))
-            bytes_moved = f"{before[2]:.2f} -> {after[2]:.2f}"
-            print(f"{name:<18} {kind:<34} {eager:<14} {kernels:<14} {bytes_moved}", flush=True)
+        for kind in separate:
+            eager, kernels, gigabytes = separate[kind]
+            shared_eager, shared_kernels, shared_gigabytes = shared[kind]
+            eager_change = f"{eager} -> {shared_eager}"
+            kernel_change = f"{kernels} -> {shared_kernels}"
+            row = f"{name:<18} {kind:<34} {eager_change:<14} {kernel_change:<14} "
+            print(f"{row}{gigabytes:.2f} -> {shared_gigabytes:.2f}", flush=True)
     return 0
 
 

@@ -36,7 +36,7 @@ from paco_grpo.types import Conditioning, Item, to_device
 
 logger = logging.getLogger(__name__)
 
-# Methods of pipelines whose results depend on texts, references and size alone, but for the noise.
+# Methods of pipelines whose results depend on texts, references and size alone, except the noise.
 _RECORDED = re.compile(r"encode_|prepare_\w*latents$")
 _NOISE = "prepare_latents"
 # Options of a call that rewrite prompts or change the size of images.
@@ -48,15 +48,17 @@ _NOT_ADAPTED = re.compile(r"norm|ada_?ln|modulation")
 # A scale without guidance, also in a pipeline that counts it from 0.
 _UNGUIDED = 0.0
 
-Steps = Sequence[tuple[float, float]]  # σ and the time that the transformer gets, of each step
-Key = tuple[str, Any, int]  # method, its text or texts, and the number of such calls before
+# σ of each step, and the time that the transformer gets there
+Steps = Sequence[tuple[float, float]]
+# A recorded call: the method, its text or texts, and how many calls like it came before
+Key = tuple[str, Any, int]
 # Text tokens that may be asked of any pipeline; the default of many is fewer.
 _TEXT_LIMIT = 512
 _INTERPOLATED_STEPS = 20
 
 
 class _Stop(Exception):
-    """Ends a pipeline's call; ``value`` is what the caller wants of it."""
+    """Ends a pipeline's call; ``value`` is its result: a schedule or a velocity."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -74,7 +76,7 @@ class Recording:
 
 @dataclass
 class RecordedConditioning(Conditioning):
-    """The recordings of items, one a row."""
+    """The recordings of B items, in their order."""
 
     recordings: list[Recording]
 
@@ -104,11 +106,12 @@ class _Tape:
     """
 
     recordings: Sequence[Recording] = ()
-    latents: Any = None
-    noise: Any = None  # drawn
+    latents: torch.Tensor | None = None  # in the pipeline's shape
+    noise: Any = None  # that the call has drawn, in the pipeline's shape
     results: dict[Key, Any] = field(default_factory=dict)  # recorded
 
     def result(self, key: Key, compute: Callable[[], Any]) -> Any:
+        """What the call ``key`` returns: played back, or computed and recorded."""
         is_noise = key[0] == _NOISE
         if self.recordings and not (is_noise and self.latents is None):
             value = self._played(*key)
@@ -137,11 +140,11 @@ class _Driven:
     placed_on: torch.device
     stops_before_loop: bool
 
-    # The pipeline's own answer is where a component is, which may be offloaded.
+    # Without this, a pipeline takes the device of one of its models, which may be offloaded.
     device = _execution_device = property(lambda self: self.placed_on)
 
     def progress_bar(self, *args: Any, **kwargs: Any) -> Any:
-        """The loop begins."""
+        """Called by a pipeline where its loop over the steps begins."""
         if self.stops_before_loop:
             raise _Stop(self.scheduler)
         return super().progress_bar(*args, **kwargs)
@@ -199,14 +202,15 @@ class GenericPolicy(DiffusersPolicy):
             logger.warning(
                 "no true CFG: config.sample.negative_prompt is None (an empty one is enough)"
             )
-        self._own_call = inspect.unwrap(self.pipeline_class.__call__)  # with gradients
-        self._draws_itself = not hasattr(pipeline, _NOISE)  # inside its call
-        # What depends on the size alone
+        # Without the decorator torch.no_grad
+        self._own_call = inspect.unwrap(self.pipeline_class.__call__)
+        self._draws_itself = not hasattr(pipeline, _NOISE)  # its call draws the noise inline
+        # By (height, width), and the number of steps of a schedule
         self._examples: dict[tuple[int, int], Recording] = {}
         self._shapes: dict[tuple[int, int], torch.Size] = {}
         self._times: dict[tuple[int, int], dict[float, float]] = {}
         self._schedules: dict[tuple[int, int, int], torch.Tensor] = {}
-        self._latents_dtype = torch.float32  # in the pipeline
+        self._latents_dtype = torch.float32  # that the pipeline draws its noise in
         self._signatures: dict[Hashable, Hashable] = {}
         self._shares_calls: bool | None = None  # None: not known yet
 
@@ -241,9 +245,18 @@ class GenericPolicy(DiffusersPolicy):
         guided: bool = True,
         **arguments: Any,
     ) -> Any:
-        """What the call for ``items`` stops with, or returns.
+        """Run the pipeline's call for ``items``, all of one size.
 
-        ``steps``: None: the call makes its own schedule, and stops where the loop begins.
+        Args:
+            tape: Records what the call computes of its texts, or plays it back.
+            items: One for each text; the references are those of the first.
+            steps: None: the call makes its own schedule, and stops where its loop begins. One step:
+                it stops with the velocity there. None at all, ``()``: it decodes.
+            guided: False: without true CFG.
+            **arguments: Of the call, beside those of the items, or in place of them.
+
+        Returns:
+            The scheduler with its schedule, the velocity, or the pipeline's output.
         """
         scheduler = copy.copy(self._scheduler)
         scheduler.step = functools.partial(_stop_at_step, tape)
@@ -383,7 +396,8 @@ class GenericPolicy(DiffusersPolicy):
         else:
             height, width = item.size
         unit = math.sqrt(height * width) / resolution * self.size_multiple
-        rows, columns = max(1, round(height / unit)), max(1, round(width / unit))
+        rows = max(1, round(height / unit))
+        columns = max(1, round(width / unit))
         return rows * self.size_multiple, columns * self.size_multiple
 
     # --- schedule, noise, velocity, image ---------------------------------------------------------
@@ -463,22 +477,26 @@ class GenericPolicy(DiffusersPolicy):
     ) -> torch.Tensor:
         """With a call for each σ, and for each signature or sample with references."""
         recordings = conditioning.recordings
+        sigmas = sigma.tolist()
         groups: dict[Hashable, list[int]] = {}
-        for row, (value, recording) in enumerate(zip(sigma.tolist(), recordings, strict=True)):
+        for row, recording in enumerate(recordings):
             shares = self._shares_calls and not recording.item.num_references
-            key = (value, recording.signature if shares else row)
+            key = (sigmas[row], recording.signature if shares else row)
             groups.setdefault(key, []).append(row)
         parts = []
-        for (value, _), rows in groups.items():
+        for rows in groups.values():
             noisy = self._latents(latents[rows], (height, width)).to(self._latents_dtype)
             tape = _Tape([recordings[row] for row in rows], noisy)
             items = [recordings[row].item for row in rows]
-            steps = [(value, self._time(value, (height, width)))]
+            sigma_of_rows = sigmas[rows[0]]
+            steps = [(sigma_of_rows, self._time(sigma_of_rows, (height, width)))]
             velocity = _tokens(self._run(tape, items, steps, guided))
             self.step_dtype = velocity.dtype  # the scheduler's rule
             parts.append(velocity.float())
+        if len(parts) == 1:
+            return parts[0]
         order = np.argsort(np.concatenate(list(groups.values())))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)[order]
+        return torch.cat(parts)[order]
 
     @torch.no_grad()
     @override
@@ -531,26 +549,27 @@ def generic_policy(pipeline_class: type[DiffusionPipeline]) -> type[GenericPolic
     has_negative = "negative_prompt" in arguments
     guides = has_negative or hasattr(pipeline_class, "do_classifier_free_guidance")
     references = [a for a in ("image", "images", "input_images") if a in arguments]
-    length = arguments.get("max_sequence_length")
     tokenizers = [component for component in components if component.startswith("tokenizer")]
-    facts = {
-        "__doc__": f"``{name}``, by its own call.",
-        "pipeline_class": pipeline_class,
-        "family": name,
-        "arguments": frozenset(arguments),
-        "scale": scale,
-        "scale_guides": guides and not is_input,
-        "has_true_cfg": has_negative and not is_input,
-        "switched_off": tuple(a for a in arguments if _SWITCHED_OFF.search(a)),
-        "reference_argument": references[0] if references else None,
-        "edits_images": bool(references),
-        "several_images": bool(references),
-        "needs_image": any(arguments[a].default is inspect.Parameter.empty for a in references),
-        "text_limit": max((length and length.default) or 0, _TEXT_LIMIT),
-        "cuts_text": length is not None,
-        "tokenizer_folder": tokenizers[-1] if tokenizers else "processor",
-    }
-    return type(f"Generic{name}", (GenericPolicy,), facts)
+    policy = type(f"Generic{name}", (GenericPolicy,), {"__doc__": f"``{name}``, by its own call."})
+    policy.pipeline_class = pipeline_class
+    policy.family = name
+    policy.arguments = frozenset(arguments)
+    policy.scale = scale
+    policy.scale_guides = guides and not is_input
+    policy.has_true_cfg = has_negative and not is_input
+    policy.switched_off = tuple(a for a in arguments if _SWITCHED_OFF.search(a))
+    policy.reference_argument = references[0] if references else None
+    policy.edits_images = bool(references)
+    policy.several_images = bool(references)
+    policy.needs_image = any(arguments[a].default is inspect.Parameter.empty for a in references)
+    policy.cuts_text = "max_sequence_length" in arguments
+    if policy.cuts_text:
+        own_limit = arguments["max_sequence_length"].default
+        policy.text_limit = max(own_limit or 0, _TEXT_LIMIT)
+    else:
+        policy.text_limit = _TEXT_LIMIT
+    policy.tokenizer_folder = tokenizers[-1] if tokenizers else "processor"
+    return policy
 
 
 def _set_steps(
@@ -559,10 +578,13 @@ def _set_steps(
     num_inference_steps: int | None = None,
     device: torch.device | str = "cpu",
     sigmas: Sequence[float] | None = None,
-    mu: float | None = None,
     timesteps: Sequence[float] | None = None,
+    **_: Any,
 ) -> None:
-    """In place of the scheduler's ``set_timesteps``: these steps."""
+    """In place of the scheduler's ``set_timesteps``: these steps.
+
+    Pipelines look for parameters named ``sigmas`` and ``timesteps`` before they call it.
+    """
     schedule = torch.tensor([*steps, (0.0, 0.0)])
     scheduler.sigmas = to_device(schedule[:, 0], device)
     scheduler.timesteps = to_device(schedule[:-1, 1], device)
