@@ -3,7 +3,7 @@
     study.py rewards                           # which reward keeps images different
     study.py objectives --runs nft awm         # objectives with the quickstart's reward
     study.py resolution aggregation            # the two claims of docs/method.md
-    study.py methods                           # w − b of seven methods for the same epochs
+    study.py methods                           # w − b of six methods for the same epochs
     study.py rewards --table                   # trains nothing: the table of finished runs
 
 It serves the judge in models/study_judge on port 8000, and writes its prompts, the quickstart's of
