@@ -171,7 +171,7 @@ def _pipeline_image(policy: DiffusersPolicy, item: Item, num_steps: int) -> Imag
             **policy.noise_arguments(_SEED, item),
             num_inference_steps=num_steps,
         )
-    return on_white(result.images[0])
+    return on_white(result[0][0])
 
 
 def _mean_difference(a: Image.Image, b: Image.Image) -> float:
