@@ -224,7 +224,10 @@ def test_velocity_is_that_of_the_pipelines_own_call(tiny_folder, monkeypatch, na
                     ours, theirs = (
                         ordered_velocity(driver, item, guided) for driver in (policy, generic)
                     )
-                    assert (ours - theirs).abs().max() <= 1e-5
+                    largest = max(1.0, float(theirs.abs().max()))
+                    # A user's weights may amplify rounding; ours hardly do.
+                    tolerance = 1e-4 if name == "yours" else 1e-5
+                    assert (ours - theirs).abs().max() <= tolerance * largest
 
 
 @BY_NAME
