@@ -205,6 +205,7 @@ def test_offloaded_models_and_lower_precision(tiny_folder):
     assert levels(draw(policy, [other], [5], *SIZE, 3)[0], image) > 5
     assert levels(draw(policy, [item], [5], *SIZE, 3)[0], image) == 0
     rounded = load_generic("flux_kontext", folder, dtype=torch.bfloat16)
+    rounded.initial_latents = policy.initial_latents  # torch 2.8 draws other noise in bfloat16
     error = velocities(rounded, [item], [0.6]) - velocities(policy, [item], [0.6])
     assert error.dtype == torch.float32 and 1e-4 < error.abs().mean() < 0.05
 
