@@ -269,8 +269,9 @@ def _trainer_class(base: type, upstream_metric: type) -> type:
                 kwargs["preprocess_logits_for_metrics"] = statistics
             super().__init__(finetuning_args, processor, *args, **kwargs)
             compute_frozen_towers_without_gradients(self.model)
-            # Generation computes outside of autocast.
-            if self.accelerator.native_amp and not self.args.predict_with_generate:
+            # Generation computes outside of autocast. Only LLaMA-Factory's arguments have this one.
+            generates = getattr(self.args, "predict_with_generate", False)
+            if self.accelerator.native_amp and not generates:
                 leave_casts_to_autocast(self.model)
             if finetuning_args.first_token_weight is not None:
                 self.compute_loss_func = partial(
