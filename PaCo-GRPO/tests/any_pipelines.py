@@ -18,6 +18,7 @@ import yaml
 from diffusers import DiffusionPipeline
 from tiny_pipelines import (
     KLEIN_CHAT,
+    PIXTRAL,
     QWEN3,
     QWEN_21_CHAT,
     SPECIAL,
@@ -152,17 +153,7 @@ def _chat_tokenizer(chat: str = Z_IMAGE_CHAT) -> transformers.Qwen2Tokenizer:
 
 def _mistral3() -> nn.Module:
     text = QWEN3 | {"model_type": "mistral", "vocab_size": 99, "num_hidden_layers": 2}
-    vision = {
-        "model_type": "pixtral",
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 1,
-        "head_dim": 16,
-        "image_size": 32,
-        "patch_size": 16,
-    }
-    config = transformers.Mistral3Config(text_config=text, vision_config=vision)
+    config = transformers.Mistral3Config(text_config=text, vision_config=dict(PIXTRAL))
     return transformers.Mistral3Model(config)
 
 

@@ -34,6 +34,16 @@ QWEN3 = {
     "max_position_embeddings": 1024,
     "pad_token_id": 0,
 }
+PIXTRAL = {
+    "model_type": "pixtral",
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "head_dim": 16,
+    "image_size": 32,
+    "patch_size": 16,
+}
 KLEIN_CHAT = (  # short, and it shows its two switches
     "{% for message in messages %}<|im_start|>{{ message.content }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>"
@@ -281,20 +291,10 @@ def build_tiny_flux2(*, klein: bool = True, is_distilled: bool = False) -> Diffu
     special = ["[INST]", "[/INST]", "[IMG]", "[IMG_BREAK]", "[IMG_END]", SYSTEM_MESSAGE]
     vocabulary = ["<pad>", "<unk>", "<s>", "</s>", *special]
     tokenizer = character_tokenizer(vocabulary, additional_special_tokens=special)
-    vision = {
-        "model_type": "pixtral",
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 1,
-        "head_dim": 16,
-        "image_size": 32,
-        "patch_size": 16,
-    }
     text |= {"model_type": "mistral", "vocab_size": len(tokenizer), "num_hidden_layers": 31}
     image = tokenizer.convert_tokens_to_ids("[IMG]")
     config = transformers.Mistral3Config(
-        text_config=text, vision_config=vision, image_token_index=image
+        text_config=text, vision_config=dict(PIXTRAL), image_token_index=image
     )
     encoder = transformers.Mistral3ForConditionalGeneration(config)
     processor = transformers.PixtralProcessor(

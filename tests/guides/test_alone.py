@@ -171,6 +171,6 @@ def test_oldest_versions(place, requirements, modules, tests):
     run([python, "-c", IMPORT_ALL, *modules], copy)
     pip("install", TOOLS, copy)
     options = ["-q", "-p", "no:cacheprovider", "--show-capture=no", "-m", "not slow and not long"]
-    # The table of pipelines is that of the pinned diffusers.
+    # docs/pipelines.md is about the pinned diffusers.
     options += ["--ignore", "PaCo-GRPO/tests/policies/test_pipelines_page.py"]
     run([python, "-m", "pytest", *options, *tests], copy, OMP_NUM_THREADS="1")

@@ -29,8 +29,8 @@ from paco_grpo.policies.base import Policy
 class Dpo(NoisedObjective):
     """±β·sigmoid(−z)·e + KL weight·mean((v − v_ref)²).
 
-    + is for the best image of a group, − for its worst; the others are not trained. Metrics: policy_loss (−log sigmoid(z)),
-    accuracy (z > 0), matching_error and, with a KL weight, kl.
+    + is for the best image of a group, − for its worst; the others are not trained. Metrics:
+    policy_loss (−log sigmoid(z)), accuracy (z > 0), matching_error and, with a KL weight, kl.
     """
 
     default_sigmas = 1

@@ -97,11 +97,11 @@ class Noised:
         self._step = step
         self._shared = shared
 
-    def velocity(self, snapshot: str | None = None) -> torch.Tensor:
+    def velocity(self, adapter: str | None = None) -> torch.Tensor:
         """v (B, L, C) of the trained weights, or, without gradient, of another adapter."""
-        if snapshot is None:
+        if adapter is None:
             return self._predict()
-        return self._frozen(snapshot, lora.using_adapter(self._policy, snapshot))
+        return self._frozen(adapter, lora.using_adapter(self._policy, adapter))
 
     @property
     def reference(self) -> torch.Tensor:

@@ -160,7 +160,7 @@ def _check(policy: DiffusersPolicy, difference: Difference) -> Difference:
     if not is_rounding:
         raise PolicyLoadError(
             f"{policy.family} cannot be trained: at {difference.height}x{difference.width}, an "
-            f"image differs from that of its pipeline's own call by up to {difference.largest} of "
+            f"image differs from its pipeline's own by up to {difference.largest} of "
             f"255 levels (mean {difference.mean:.2f}, {100 * difference.share_near:.2f} % within "
             f"{_NEAR}), which is more than rounding"
         )

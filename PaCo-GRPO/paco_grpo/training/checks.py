@@ -183,7 +183,7 @@ def contradictions(options: RunOptions) -> list[str]:
         problems.append(f"sample.transition={problem}")
     if sample.transition == "cps" and sample.noise_level > 1:
         problems.append(
-            f"sample.noise_level={sample.noise_level:g}: that of sample.transition='cps' ends at 1"
+            f"sample.noise_level={sample.noise_level:g}: sample.transition='cps' takes at most 1"
         )
     distinct = len(set(sample.noise_steps))
     if sample.num_noise_steps is not None and sample.num_noise_steps > distinct:

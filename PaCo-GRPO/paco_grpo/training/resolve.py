@@ -21,7 +21,7 @@ def resolve_defaults(
 ) -> RunOptions:
     """``options`` with the pipeline's defaults where they ask for them: before any check.
 
-    ``policy``: that of the model, if it is known. Raises PolicyLoadError.
+    ``policy``: the class that drives the model, if the caller knows it. Raises PolicyLoadError.
     """
     sample = options.sample
     test = options.test

@@ -304,7 +304,7 @@ def test_values_of_a_saved_run_can_be_changed(tmp_path):
     assert load_options(str(file), [("test.seed", "None")]) == changed
     file.write_text("train: {reward_fn: , learning_rate: 1e-3}")
     assert load_options(str(file)).train.learning_rate == 1e-3
-    # Before 0.7, Flow-CPS was an option of its own; elsewhere its name ends in an explanation.
+    # Saved by a version before 0.7; anywhere else, the old option ends in an explanation.
     for text, transition in (("sample: {cps: true}", "cps"), ("sample: {cps: no}", "flow_sde")):
         file.write_text(text)
         assert load_options(str(file)).sample.transition == transition

@@ -99,7 +99,7 @@ def test_copies_that_a_checkpoint_lacks_start_from_its_weights(folder, again):
 
 
 def test_how_images_are_sampled_belongs_to_a_run(tiny_flux_dir, tmp_path, again, caplog):
-    """Also that of a run from before 0.7, whose file has an option of its own for Flow-CPS."""
+    """Also in a run from before 0.7, whose config.yaml has sample.cps."""
     cps = {"sample__transition": "cps", "train__learning_rate": 0.05}
     old = train(tiny_options(tiny_flux_dir, tmp_path, num_epochs=1, **cps)).run
     file = old.folder / "config.yaml"
