@@ -25,11 +25,12 @@ A run has a row for each evaluation; the last row has all columns:
 
 Only rows until November 2026 have the rest: ``_before`` training, ``judge_`` and ``other_`` (w and b
 by the judge, and by a judge with another base, wording and training pairs), ``…_kappa`` =
-(w − b) / (1 − b), ``minutes``, and ``warnings`` (signs of collapse with their first epoch). The quickstart's settings
-were chosen on seeds 0 to 9. Rows of the study ``hacks`` are runs with planted rewards, which chose
-the signs of collapse (commit e2bd40d); ``quickstart`` are whole quickstarts, before commit e89da58
-of a toy world whose prompts also left the shape open. Commit c7f64444 has ``naming_variety``,
-``kl_0.5`` and ``nft_16_epochs``, and commit e793f4b1 the rewards ``gardo`` and ``entropy``.
+(w − b) / (1 − b), ``minutes``, and ``warnings`` (signs of collapse with their first epoch). The
+quickstart's settings were chosen on seeds 0 to 9. Rows of the study ``hacks`` are runs with planted
+rewards, which chose the signs of collapse (commit e2bd40d); ``quickstart`` are whole quickstarts,
+before commit e89da58 of a toy world whose prompts also left the shape open. Commit c7f64444 has
+``naming_variety``, ``kl_0.5`` and ``nft_16_epochs``, and commit e793f4b1 the rewards ``gardo`` and
+``entropy``.
 """
 
 import argparse
@@ -226,16 +227,16 @@ def train(key: dict[str, Any]) -> list[dict[str, Any]]:
     before = getrusage(RUSAGE_CHILDREN)
     subprocess.run(script, cwd=GRPO, env=environment, check=True)
     after = getrusage(RUSAGE_CHILDREN)
-    of_methods = key["study"] == "methods"
+    studies_methods = key["study"] == "methods"
     checkpoints = sorted((folder / "checkpoints").glob("epoch_*"))
     rows = evaluations_of(folder)
-    for checkpoint in checkpoints if of_methods else checkpoints[-1:]:
+    for checkpoint in checkpoints if studies_methods else checkpoints[-1:]:
         arguments = agreement_arguments(checkpoint, key["seed"])
         evaluate = [sys.executable, "scripts/evaluate.py", *arguments]
         subprocess.run(evaluate, cwd=GRPO, env=environment, check=True)
         row = rows.setdefault(checkpoint.name, {"epochs": epochs_of(checkpoint)})
         row.update(agreement_of(checkpoint))
-    if of_methods:
+    if studies_methods:
         of_epoch = teraflops_of_epoch(key)
         for row in rows.values():
             row["teraflops"] = of_epoch * row["epochs"]
@@ -327,7 +328,7 @@ def table(results: pd.DataFrame) -> str:
     groups = rows.groupby(["run", "judge"], sort=False)
     columns_of_means = {"seed": list} | dict.fromkeys(columns, mean_and_error)
     if LABELS["teraflops_to_half"] in columns:
-        columns_of_means[LABELS["teraflops_to_half"]] = of_each
+        columns_of_means[LABELS["teraflops_to_half"]] = values_of_seeds
     return groups.agg(columns_of_means).to_string()
 
 
@@ -336,7 +337,7 @@ def mean_and_error(values: pd.Series) -> str:
     return f"{values.mean():.3f} ± {values.sem():.3f}"
 
 
-def of_each(values: pd.Series) -> str:
+def values_of_seeds(values: pd.Series) -> str:
     """The value of each seed; nan for one that has none."""
     return ", ".join(f"{value:.1f}" for value in values)
 
