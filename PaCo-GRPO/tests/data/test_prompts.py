@@ -96,7 +96,7 @@ def test_files_of_prompts(tmp_path, name, content):
     ("name", "content", "named"),
     [
         ("p.csv", b"prompt,seed\na fox,3", ".parquet"),
-        ("p.jsonl.gz", gzip.compress(LINES), ".parquet"),
+        ("p.jsonl.gz", gzip.compress(LINES, mtime=0), ".parquet"),
         ("p", "a fox".encode("utf-16"), "UTF-8"),
         ("p.txt", b"[LEFT] a fox", "JSON.*may not begin"),
         ("p.txt", json.dumps(ROWS, indent=1).encode()[:-1] + b",]", "JSON.*may not begin"),
