@@ -34,7 +34,7 @@ def test_each_launch_counts():
 
 @pytest.mark.long
 def test_blocks_move_fewer_bytes_with_shared_casts():
-    """The row of the page."""
+    """The figures of the page."""
     pytest.importorskip("triton")
     command = [sys.executable, "benchmarks/block_bytes.py", "t2is"]
     done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
