@@ -1,16 +1,12 @@
-"""What gateway, transformers_server and reward service share: OpenAI's errors and the API key.
+"""What gateway, transformers_server and reward service share: settings and OpenAI's errors.
 
 FastAPI refuses an unknown route with status 404 and ``{"detail": …}``.
 """
 
-import hmac
-from collections.abc import Collection
 from typing import Any
 
-from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 # uvicorn.run's arguments in all three servers. Callers keep their connections between two batches
 # of questions.
@@ -50,24 +46,3 @@ async def _refuse(request: Request, error: ApiError) -> Response:
 
 
 EXCEPTION_HANDLERS = {ApiError: _refuse}
-
-
-class KeyGuard:
-    """ASGI middleware: paths except ``open_paths`` need ``Authorization: Bearer <key>``."""
-
-    def __init__(self, app: ASGIApp, key: str, open_paths: Collection[str] = ("/health",)) -> None:
-        self._app = app
-        self._authorization = f"Bearer {key}".encode()
-        self._open_paths = open_paths
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in self._open_paths:
-            authorization = Headers(scope=scope).get("authorization", "").encode("latin-1")
-            if not hmac.compare_digest(authorization, self._authorization):
-                error = ApiError(
-                    "a valid API key is needed: Authorization: Bearer …",
-                    401,
-                    code="invalid_api_key",
-                )
-                return await error.response()(scope, receive, send)
-        await self._app(scope, receive, send)

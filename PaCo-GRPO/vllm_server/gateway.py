@@ -19,7 +19,8 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.background import BackgroundTask
 
-from paco_grpo.asgi import EXCEPTION_HANDLERS, SERVER_SETTINGS, ApiError, KeyGuard
+from paco_grpo.asgi import EXCEPTION_HANDLERS, SERVER_SETTINGS, ApiError
+from paco_judge.pages.keys import KeyGuard
 
 # A server may resolve "..", also as %2e%2e, and then serves more than what is below /v1.
 _ROUTE = re.compile(r"[A-Za-z0-9_-]+(/[A-Za-z0-9_-]+)*")

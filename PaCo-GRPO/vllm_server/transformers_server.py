@@ -27,11 +27,12 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from paco_grpo.asgi import EXCEPTION_HANDLERS, SERVER_SETTINGS, ApiError, KeyGuard
+from paco_grpo.asgi import EXCEPTION_HANDLERS, SERVER_SETTINGS, ApiError
 from paco_judge.arguments import Parser
 from paco_judge.errors import run_command
 from paco_judge.identity import identity
 from paco_judge.images import read_image
+from paco_judge.pages.keys import KeyGuard
 from paco_judge.scorer import Chat, JudgeScorer
 from paco_judge.verdict import entry, log_softmax, top_logprobs
 from paco_judge.weights import TRAINED_MAX_PIXELS

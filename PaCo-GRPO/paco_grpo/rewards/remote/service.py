@@ -25,7 +25,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from paco_grpo.asgi import SERVER_SETTINGS, KeyGuard
+from paco_grpo.asgi import SERVER_SETTINGS
 from paco_grpo.item import Item
 from paco_grpo.rewards.registry import CheckedReward, build_rewards, short_name
 from paco_grpo.rewards.remote.wire import (
@@ -37,10 +37,9 @@ from paco_grpo.rewards.remote.wire import (
 from paco_judge.arguments import Parser
 from paco_judge.errors import UserError
 from paco_judge.files import hash_value
+from paco_judge.pages.keys import LOOPBACK, KeyGuard
 
 logger = logging.getLogger(__name__)
-
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def build_app(reward: CheckedReward, name: str, api_key: str | None = None) -> Starlette:
