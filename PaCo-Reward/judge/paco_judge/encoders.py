@@ -4,6 +4,7 @@ Rewards and benchmarks load them here, from one copy of the weights. torch and t
 are imported on use.
 """
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,3 +106,29 @@ def dreamsim_encoder(device: str, kind: str = DREAMSIM, folder: str = DREAMSIM_F
         return preprocess(image)[0]
 
     return Encoder(model, without_batch, model.embed, device)
+
+
+def local_encoder() -> Encoder | None:
+    """CLIP or DreamSim, if its weights are on this machine; nothing is downloaded."""
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if importlib.util.find_spec("open_clip") and _has_open_clip_weights():
+        return open_clip_encoder(device)
+    weights = Path(DREAMSIM_FOLDER).expanduser()
+    if importlib.util.find_spec("dreamsim") and weights.is_dir() and any(weights.iterdir()):
+        return dreamsim_encoder(device)
+    return None
+
+
+def _has_open_clip_weights() -> bool:
+    import open_clip
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    config = open_clip.get_pretrained_cfg(OPEN_CLIP, OPEN_CLIP_WEIGHTS)
+    try:
+        snapshot_download(config["hf_hub"].rstrip("/"), local_files_only=True)
+    except LocalEntryNotFoundError:
+        return False
+    return True

@@ -1,4 +1,4 @@
-"""The `paco-reward` command: train, export, score, demo, accuracy, build-dataset."""
+"""The `paco-reward` command: train, export, score, demo, accuracy, build-dataset, suspects."""
 
 import argparse
 import json
@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from paco_judge.arguments import Parser
 from paco_judge.errors import UserError, run_command
 from paco_judge.questions import EDITING, add_form_arguments, form_of
-from paco_reward import demo, score
+from paco_reward import demo, score, suspects
 from paco_reward.options import (
     add_judge_options,
     load_scorer,
@@ -79,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
 
     score.add_parser(commands)
     demo.add_parser(commands)
+    suspects.add_parser(commands)
     _add_build_parser(commands)
     return parser
 

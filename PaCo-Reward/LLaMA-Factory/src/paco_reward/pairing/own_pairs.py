@@ -27,6 +27,8 @@ from paco_reward.pairing.answers import split_verdict
 from paco_reward.pairing.inputs import Label, PlainText, Problems, row_of
 from paco_reward.pairing.select import LabeledPair
 
+OF_SUSPECTS = ("chosen_by", "p_yes")  # columns of `paco-reward suspects`
+
 logger = logging.getLogger(__name__)
 
 
@@ -146,7 +148,7 @@ def _rows(file: Path) -> list[dict[str | None, Any]]:
     unused: set[str | None] = set()
     for row in rows:
         values = {name and name.strip().casefold(): value for name, value in row.items()}
-        unused |= values.keys() - {*PairRow.model_fields, None}
+        unused |= values.keys() - {*PairRow.model_fields, *OF_SUSPECTS, None}
         table.append(values)
     if unused:
         logger.warning("%s: columns that are not used: %s", file, ", ".join(sorted(unused)))
