@@ -13,8 +13,10 @@ import numpy as np
 from paco_grpo.advantages.groups import AggregateFn, SetRewards, aggregate, weighted_sum
 from paco_grpo.data.sets import PromptSet
 from paco_grpo.monitoring import health
+from paco_grpo.monitoring.metrics import rewards_line
 from paco_grpo.options import RunOptions
 from paco_grpo.training.checkpoints import checkpoint_name, epoch_of, list_checkpoints
+from paco_grpo.training.model_card import add_evaluation
 from paco_grpo.training.run import Run
 from paco_judge.files import read_json_lines
 
@@ -94,7 +96,7 @@ class BestEvaluation:
         if is_new and run.state.epoch > 0:
             run.checkpoints.save_epoch()
         if run.accelerator.is_main_process:
-            run.checkpoints.mark_best(epoch)
+            self._mark(epoch)
             if is_new or epoch is None:
                 logger.info("%s", self._describe())
 
@@ -115,8 +117,35 @@ class BestEvaluation:
                 if best is not None:
                     evaluations[-1][BEST_EPOCH] = epoch
                 run.metrics.replace(rows)
-            run.checkpoints.mark_best(epoch)
+            self._mark(epoch)
         run.accelerator.wait_for_everyone()
+
+    def _mark(self, epoch: int | None) -> None:
+        """Link the checkpoint after ``epoch`` as ``best``, ready to be handed over.
+
+        The evaluation's numbers and images are put beside its weights.
+        """
+        run = self.run
+        run.checkpoints.mark_best(epoch)
+        name = checkpoint_name(epoch or 0)
+        checkpoint = run.checkpoints.root / name
+        if epoch is None or not checkpoint.is_dir():
+            return
+        rows = run.metrics.rows("eval")
+        row = next(row for row in rows if row["epoch"] == epoch)
+        sentence = (
+            f"After {epoch} epochs, {row['eval/num_images']} images at "
+            f"{run.options.test.resolution} px: {rewards_line(row, 'eval/')}."
+        )
+        if rows[0]["epoch"] == 0:
+            sentence += f" Before training: {rewards_line(rows[0], 'eval/')}."
+        sheet = run.folder / "eval" / name / "sheet.png"
+        try:
+            for folder in (checkpoint / "diffusers", checkpoint / "transformer"):
+                if folder.is_dir():
+                    add_evaluation(folder, sentence, sheet)
+        except OSError as error:
+            logger.warning("%s: the evaluation cannot be put beside it: %s", checkpoint, error)
 
     @contextlib.contextmanager
     def named_at_end(self) -> Generator[None]:

@@ -24,6 +24,7 @@ from paco_grpo.objectives import create_objective
 from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.options.parse import options_to_dict, options_to_yaml
 from paco_grpo.options.schema import TrainOptions
+from paco_grpo.policies import comfyui
 from paco_grpo.policies.adapters import add_adapters
 from paco_grpo.policies.loading import apply_speed, load_generator
 from paco_grpo.policies.lora import lora_parameters
@@ -144,6 +145,9 @@ def _build(
     policy = load_generator(options, strategy.loading_device)
     snapshot_names = [snapshot.name for snapshot in objective.snapshots]
     add_adapters(policy, options, snapshot_names, objective.adapters)
+    skipped = comfyui.skipped_layers(policy)
+    if skipped and accelerator.is_main_process:
+        logger.warning("%s (config.train.lora_targets)", skipped)
     strategy.place(policy)
     with strategy.same_outcome():
         proof = proven(policy, options, [*train_items, *test_items], earlier.proof)

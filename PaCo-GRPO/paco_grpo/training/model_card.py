@@ -1,5 +1,7 @@
 """The README.md of a saved adapter: its base model, how to use it, how it was trained."""
 
+import re
+import shutil
 from pathlib import Path
 
 import torch
@@ -7,11 +9,11 @@ import yaml
 
 from paco_grpo.data.sets import has_references
 from paco_grpo.options import RunOptions, options_to_yaml
+from paco_grpo.policies import POLICIES, comfyui
 from paco_grpo.policies.diffusers_policy import DiffusersPolicy
 from paco_judge.files import write_atomically
 
 _CONFIGURATION = "## Configuration\n"
-_CHECK = "## Check\n"
 _CARD = """\
 ---
 {head}---
@@ -28,20 +30,35 @@ from diffusers import DiffusionPipeline
 pipe = DiffusionPipeline.from_pretrained({model!r}, torch_dtype=torch.bfloat16).to('cuda')
 {attach}
 {setup}image = pipe(
-{arguments}).images[0]
+{arguments}){first_image}
 image.save('image.png')
 ```
 
 In bfloat16 the pipeline also rounds norms, modulation and the adapter, which training kept in \
 float32, so its images differ slightly from those of training.{size_of_edits}
 
-{configuration}
+{comfyui}{configuration}
 ```yaml
 {options}```
 """
 _IMPORT_OF_EDITS = "from diffusers.utils import load_image\n"
 _SIZE_OF_EDITS = """ It also chooses \
 another size for the reference image; `scripts/generate.py` of PaCo-GRPO does not."""
+_COMFYUI = """\
+## ComfyUI
+
+{advice} Tried on tiny weights: {tried}. Not tried: ComfyUI's nodes, VAE and sampler.
+
+"""
+_COMFYUI_LOADS = """\
+Copy `pytorch_lora_weights.safetensors` to `models/loras` under a name of its own, and load it with \
+strength 1."""
+_COMFYUI_UNKNOWN = """\
+## ComfyUI
+
+It is not known whether ComfyUI loads this adapter.
+
+"""
 _ATTACH = {
     "diffusers": "{load}('FOLDER OF THIS FILE', use_safetensors=True)",
     "adapter": (
@@ -78,6 +95,7 @@ def write_model_card(
             arguments[name] = f"pipe.encode_prompt({text})[0]"
     has_loader = hasattr(policy.pipeline, "load_lora_weights")
     load = "pipe.load_lora_weights" if has_loader else "pipe.transformer.load_lora_adapter"
+    has_images = type(policy.pipeline).__name__ in POLICIES  # outputs of others have other names
     card = _CARD.format(
         head=yaml.safe_dump(head, sort_keys=False),
         import_of_edits=_IMPORT_OF_EDITS if edits else "",
@@ -89,16 +107,47 @@ def write_model_card(
         tokens=options.train.max_sequence_length or policy.max_sequence_length,
         attach=_ATTACH[folder.name].format(load=load),
         setup=policy.card_setup,
+        first_image=".images[0]" if has_images else "[0][0]",
         arguments="".join(f"    {name}={value},\n" for name, value in arguments.items()),
+        comfyui=_comfyui(policy) if folder.name == "diffusers" else "",
         configuration=_CONFIGURATION,
         options=options_to_yaml(options),
     )
     (folder / "README.md").write_text(card, encoding="utf-8")
 
 
+def _comfyui(policy: DiffusersPolicy) -> str:
+    """What ComfyUI does with the file in diffusers' format."""
+    names = comfyui.names_of(policy)
+    if names is None:
+        return _COMFYUI_UNKNOWN
+    advice = _COMFYUI_LOADS
+    skipped = comfyui.skipped_layers(policy)
+    if skipped:
+        advice += f" **{skipped}.**"
+    return _COMFYUI.format(advice=advice, tried=names.tried)
+
+
 def add_check(folder: Path, sentence: str) -> None:
     """Put the result of a verification into ``folder/README.md``, instead of an earlier one."""
+    _set_section(folder, "Check", sentence)
+
+
+def add_evaluation(folder: Path, sentence: str, sheet: Path) -> None:
+    """Put an evaluation into ``folder/README.md``, with a copy of its contact sheet beside it.
+
+    Into the copy of a whole transformer, which has no card, only the sheet.
+    """
+    if sheet.is_file():  # otherwise no image was finite
+        shutil.copyfile(sheet, folder / "sheet.png")
+        sentence = f"{sentence}\n\n![Images of the evaluation](sheet.png)"
+    if (folder / "README.md").is_file():
+        _set_section(folder, "Evaluation", sentence)
+
+
+def _set_section(folder: Path, title: str, text: str) -> None:
+    """Put a section into ``folder/README.md`` before the configuration, instead of an earlier one."""
     file = folder / "README.md"
     before, marker, configuration = file.read_text(encoding="utf-8").partition(_CONFIGURATION)
-    before = before.partition(_CHECK)[0]
-    write_atomically(file, f"{before}{_CHECK}\n{sentence}\n\n{marker}{configuration}")
+    before = re.sub(rf"^## {title}\n.*?(?=^## |\Z)", "", before, flags=re.DOTALL | re.MULTILINE)
+    write_atomically(file, f"{before}## {title}\n\n{text}\n\n{marker}{configuration}")

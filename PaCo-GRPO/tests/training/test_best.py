@@ -32,7 +32,7 @@ SCRIPTED = "reward_factories:scripted"
 
 def evaluation(epoch, reward, guard=0.5, judge=0.5):
     row = {"phase": "eval", "epoch": epoch, "eval/guard_mean": guard, "eval/judge_mean": judge}
-    row |= {"eval/guard_stderr": 0.01, "eval/judge_stderr": 0.01}
+    row |= {"eval/guard_stderr": 0.01, "eval/judge_stderr": 0.01, "eval/num_images": 7}
     return row if reward is None else row | {TRAINED_REWARD: reward}
 
 
@@ -213,6 +213,11 @@ def test_the_best_is_kept_linked_and_named(scripted, caplog):
     assert [row[BEST_EPOCH] for row in rows_of(options, "eval")] == [0, 1, 1, 1, 1]
     assert kept(folder) == ["epoch_0001", "epoch_0004"]
     assert os.readlink(folder / "best") == "checkpoints/epoch_0001"
+    sheet = folder / "eval" / "epoch_0001" / "sheet.png"
+    assert (folder / "best" / "diffusers" / "sheet.png").read_bytes() == sheet.read_bytes()
+    card = (folder / "best" / "diffusers" / "README.md").read_text()
+    assert "After 1 epochs, 5 images at 32 px: scripted 0.9000" in card
+    assert "Before training: scripted 0.3000" in card and card.count("## Evaluation") == 1
     last_words = [line for line in caplog.messages if line.startswith("best evaluation")][-1]
     assert "after epoch 1, trained reward 1.8" in last_words and "epoch_0001" in last_words
     assert read_run(folder).best["epoch"] == 1

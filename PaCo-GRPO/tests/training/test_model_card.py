@@ -1,19 +1,26 @@
 """The model card of an adapter: its code runs, and gives the trainer's image."""
 
+import functools
 import re
+import shutil
 
+import diffusers
 import numpy as np
 import pytest
+from diffusers import FluxPipeline
+from diffusers.pipelines.kandinsky5.pipeline_output import KandinskyImagePipelineOutput
 from diffusers.pipelines.longcat_image import pipeline_longcat_image_edit
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus
 from PIL import Image
 from tiny_policies import FAMILIES, draw, picture, trained
+from tiny_run import family_options
 
 from paco_grpo.options import RunOptions
 from paco_grpo.options.schema import PretrainedOptions, TestOptions, TrainOptions
 from paco_grpo.policies import adapters
 from paco_grpo.policies.diffusers_policy import on_white
-from paco_grpo.training.model_card import write_model_card
+from paco_grpo.training.build import build_run
+from paco_grpo.training.model_card import add_check, add_evaluation, write_model_card
 from paco_grpo.types import Item
 
 SIDE = 64  # FLUX.2's pipelines take no smaller reference
@@ -48,6 +55,7 @@ def test_the_code_of_a_card_gives_the_trainers_image(
     """In float32 on the CPU, where the noise is the same; editors' pipelines resize the photo."""
     monkeypatch.chdir(tmp_path)
     edits = FAMILIES[name].references > 0
+    is_unknown = name.startswith("longcat")
     policy = trained(name, tiny_folder(name), max_sequence_length=40)
     folder = tmp_path / kind
     save = adapters.save_peft if kind == "adapter" else adapters.save_diffusers
@@ -62,6 +70,8 @@ def test_the_code_of_a_card_gives_the_trainers_image(
     card = (folder / "README.md").read_text()
     assert "for 2 epochs at 48 px and 20 text tokens" in card
     assert ("load_image" in card) == ("size for the reference" in card) == edits
+    assert ("load it with strength 1. Tried" in card) == (kind != "adapter" and not is_unknown)
+    assert ("not known whether ComfyUI" in card) == is_unknown
     code = code_of(folder).replace("bfloat16", "float32").replace("'cuda'", "'cpu'")
     exec(code.replace("FOLDER OF THIS FILE", str(folder)), {})  # noqa: S102 - as a reader runs it
 
@@ -72,3 +82,46 @@ def test_the_code_of_a_card_gives_the_trainers_image(
     with Image.open("image.png") as image:
         difference = np.asarray(on_white(image), np.int16) - np.asarray(ours, np.int16)
     assert np.abs(difference).max() <= 1
+
+
+def test_a_run_and_its_card_name_layers_that_comfyui_skips(tiny_folder, tmp_path, caplog):
+    targets = {"train__lora_targets": r".*(to_q|stream_modulation.*linear)", "num_epochs": 0}
+    run = build_run(family_options("flux2_klein", tiny_folder("flux2_klein"), tmp_path, **targets))
+    assert "skips 3 of this LoRA's 5 layers" in caplog.text
+    folder = run.checkpoints.save() / "diffusers"
+    card = (folder / "README.md").read_text()
+    assert "skips 3 of this LoRA's 5 layers" in card and "strength 1" in card
+    for sheet in ("first", "second"):
+        (tmp_path / "made.png").write_text(sheet)
+        add_check(folder, f"The {sheet} check.")
+        add_evaluation(folder, f"The {sheet} evaluation.", tmp_path / "made.png")
+    head, marker, options = card.partition("## Configuration\n")
+    check = "## Check\n\nThe second check.\n\n"
+    evaluation = (
+        "## Evaluation\n\nThe second evaluation.\n\n![Images of the evaluation](sheet.png)\n\n"
+    )
+    assert (folder / "README.md").read_text() == head + check + evaluation + marker + options
+    assert (folder / "sheet.png").read_text() == "second"
+    run.close()
+
+
+def test_the_code_fits_an_output_of_another_class(tiny_flux_dir, tmp_path, monkeypatch):
+    """Kandinsky 5 returns ``image``, where other pipelines return ``images``."""
+    monkeypatch.chdir(tmp_path)
+
+    class OtherFlux(FluxPipeline):
+        @functools.wraps(FluxPipeline.__call__)
+        def __call__(self, *arguments, **named):
+            return KandinskyImagePipelineOutput(super().__call__(*arguments, **named).images)
+
+    monkeypatch.setattr(diffusers, "OtherFlux", OtherFlux, raising=False)
+    shutil.copytree(tiny_flux_dir, tmp_path / "model")
+    index = tmp_path / "model" / "model_index.json"
+    index.write_text(index.read_text().replace("FluxPipeline", "OtherFlux"))
+    policy = trained("flux", tmp_path / "model", policy_name="generic")
+    folder = tmp_path / "diffusers"
+    adapters.save_diffusers(policy, folder)
+    write_model_card(folder, options_for("flux", tmp_path / "model"), policy, epochs=3)
+    code = code_of(folder).replace("bfloat16", "float32").replace("'cuda'", "'cpu'")
+    exec(code.replace("FOLDER OF THIS FILE", str(folder)), {})  # noqa: S102 - as a reader runs it
+    assert Image.open("image.png").size == (SIDE, SIDE)
