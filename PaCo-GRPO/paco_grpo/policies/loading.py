@@ -15,6 +15,7 @@ import torch
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, ModelMixin
 from diffusers.loaders import PeftAdapterMixin
 from huggingface_hub import snapshot_download
+from huggingface_hub.utils import are_progress_bars_disabled
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from paco_grpo.names import find_function
@@ -104,6 +105,8 @@ def load_generator(options: RunOptions, device: torch.device | str) -> Diffusers
     # They warn of each truncated prompt, where we count them once.
     for name in ("diffusers", "transformers.tokenization_utils_base"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    if are_progress_bars_disabled():  # as on every process but one
+        diffusers.utils.logging.disable_progress_bar()
     pretrained = options.pretrained
     if policy_name(pretrained) == GENERIC:
         _log_generic(options)
