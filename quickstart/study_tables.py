@@ -8,6 +8,7 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 HERE = Path(__file__).resolve().parent
@@ -185,14 +186,23 @@ def front_page(results: pd.DataFrame) -> str:
         if (run, judge) not in by_run_and_judge:
             continue
         runs = by_run_and_judge[run, judge]
-        seeds = ", ".join(map(str, runs["seed"]))
+        seeds = ", ".join(ranges(runs["seed"]))
         agree = f"{runs['oracle_w'].mean():.2f} ± {runs['oracle_w'].sem():.2f}"
         kept = "100 %"
         if run != "base":
-            each = ", ".join(f"{value:.0f}" for value in runs["kept"])
-            kept = f"{runs['kept'].mean():.0f} ± {runs['kept'].sem():.0f} % ({each})"
+            values = runs["kept"]
+            spread = f"({values.min():.0f}–{values.max():.0f})"
+            kept = f"{values.mean():.0f} ± {values.sem():.0f} % {spread}"
         lines.append(f"| {name} | {judge} | {seeds} | {agree} | {kept} |")
     return "\n".join(lines)
+
+
+def ranges(seeds: pd.Series) -> list[str]:
+    """Ascending seeds, with ``10–12`` for successive ones."""
+    parts = []
+    for _, run in seeds.groupby(seeds.to_numpy() - np.arange(len(seeds))):
+        parts.append(str(run.iloc[0]) if len(run) == 1 else f"{run.iloc[0]}–{run.iloc[-1]}")
+    return parts
 
 
 if __name__ == "__main__":

@@ -84,15 +84,19 @@ def test_the_front_page_shows_the_frozen_judge_once_it_has_all_runs():
     lines = study_tables.front_page(finished(earlier)).splitlines()
     assert lines[2:] == [
         "| base model | j1 | 7 | 0.50 ± nan | 100 % |",
-        "| consistency | j1 | 7, 9 | 0.94 ± 0.06 | 12 ± 12 % (0, 25) |",
-        f"| consistency | {frozen} | 8 | 0.90 ± nan | 15 ± nan % (15) |",
-        "| **consistency × variety** | j1 | 8 | 0.75 ± nan | 75 ± nan % (75) |",
-        f"| **consistency × variety** | {frozen} | 8 | 0.80 ± nan | 50 ± nan % (50) |",
+        "| consistency | j1 | 7, 9 | 0.94 ± 0.06 | 12 ± 12 % (0–25) |",
+        f"| consistency | {frozen} | 8 | 0.90 ± nan | 15 ± nan % (15–15) |",
+        "| **consistency × variety** | j1 | 8 | 0.75 ± nan | 75 ± nan % (75–75) |",
+        f"| **consistency × variety** | {frozen} | 8 | 0.80 ± nan | 50 ± nan % (50–50) |",
     ]
     base = ("rewards", "base", frozen, 8, 0.4, 0.5, 0.4)
     lines = study_tables.front_page(finished([*earlier, base])).splitlines()
     assert [line.split(" | ")[1:3] for line in lines[2:]] == [[frozen, "8"]] * 3
-    assert lines[-1].endswith("| 80 ± nan % (80) |")
+    assert lines[-1].endswith("| 80 ± nan % (80–80) |")
+
+
+def test_successive_seeds_are_written_as_a_range():
+    assert study_tables.ranges(pd.Series([3, 10, 11, 12, 22, 23])) == ["3", "10–12", "22–23"]
 
 
 def test_readme_has_the_table_of_results_csv():
