@@ -75,6 +75,14 @@ def t2is_variety() -> ConfigDict:
     return config
 
 
+def people_t2is() -> ConfigDict:
+    """FLUX.1-dev, trained on your votes (docs/rewards.md); the settings are those of the toy world."""
+    config = t2is()
+    people(config)
+    config.test.reward_fn = {"subfig_clipI": 1.0, "subfig_clipT": 1.0, "pickscore": 1.0}
+    return config
+
+
 def t2is_qwen() -> ConfigDict:
     """Qwen-Image-2512, with true CFG."""
     config = t2is()
@@ -407,23 +415,27 @@ def toy_t2is_sets() -> ConfigDict:
     return config
 
 
+def toy_people_t2is() -> ConfigDict:
+    """Trained on votes; quickstart/votes.py lets the oracle vote."""
+    config = toy_t2is()
+    people(config)
+    config.num_epochs = 20
+    config.max_train_minutes = None
+    config.test.reward_fn = {
+        "paco_toy.oracle:oracle_consistency": 1.0,
+        "paco_toy.oracle:oracle_alignment": 1.0,
+    }
+    for reward in config.test.reward_fn:
+        config.train.reward_fn[reward] = 0.0  # monitored only
+    return config
+
+
 def toy_kontext() -> ConfigDict:
     """The toy editor."""
     config = kontext_editing()
     toy_editing(config)
     config.pretrained.model = "../quickstart/models/flux_kontext"
     config.max_sequence_length = 8  # the toy model was built with it; an instruction has 5
-    return config
-
-
-def toy_kontext_product() -> ConfigDict:
-    """The toy editor on photos of a product, scored by a judge, as the real ones are."""
-    config = toy_kontext()
-    config.train.reward_fn = {"consistency_for_editing": 1.0}
-    config.train.reward_fn_kwargs = {"consistency_for_editing": {"model": "PaCo-Reward-Toy"}}
-    config.test.reward_fn = config.train.reward_fn
-    guard(config, "kept_pixels")
-    product(config)
     return config
 
 
@@ -472,6 +484,23 @@ def sd3(config: ConfigDict) -> None:
     config.pretrained.model = "stabilityai/stable-diffusion-3.5-medium"
     config.max_sequence_length = 256  # its pipeline's default; padding tokens are attended to
     config.test.num_steps = 40
+
+
+def people(config: ConfigDict) -> None:
+    """24 votes an epoch. They are scarce, so every epoch is saved, and a step takes all of them."""
+    without_noise(config)
+    config.save_freq = 1
+    config.sample.unique_sample_num_per_epoch = 4
+    config.sample.num_images_per_prompt = 6
+    config.sample.global_std = False
+    config.train.reward_fn = {"votes": 1.0}
+    config.train.reward_fn_kwargs = {}
+    config.train.aggregate_fn = None
+    config.train.loss_type = "awm"
+    config.train.awm_slow_beta = 0.0
+    config.train.learning_rate = 5e-4
+    config.train.adam_beta2 = 0.99
+    config.train.gradient_step_per_epoch = 1
 
 
 def guard(config: ConfigDict, *rewards: str) -> None:
@@ -640,18 +669,6 @@ def fast(config: ConfigDict) -> None:
         config.train.max_sequence_length = 0  # no more padding than the longest prompt needs
 
 
-def product(config: ConfigDict) -> None:
-    """One product in new scenes, with an editor: photos of it are the references (docs/product.md).
-
-    The judge compares each photo, cut to its box, with the image. Surroundings may change.
-    """
-    config.dataset = "dataset/product"  # examples/product.py writes it
-    config.prompt_fn = "geneval_image"
-    judge = dict(config.train.reward_fn_kwargs.get("consistency_for_editing", {}))
-    judge["question"] = ["same_object", "editing_instruction"]
-    config.train.reward_fn_kwargs.consistency_for_editing = judge
-
-
 def paper_settings(config: ConfigDict, images: int, prompts: int, rank: int = 32) -> None:
     """What papers on objectives share: groups, global deviation, a LoRA on attention."""
     config.sample.num_images_per_prompt = images
@@ -735,7 +752,6 @@ SUFFIXES = {
     "_48gb": for_48gb,
     "_80gb": for_80gb,
     "_fast": fast,
-    "_product": product,
     "_nft": nft,
     "_awm": awm,
     "_dgpo": dgpo,

@@ -34,6 +34,9 @@ from paco_judge.errors import UserError
 
 logger = logging.getLogger(__name__)
 
+# Processes wait for each other's rewards, which may take longer than the default timeout.
+TIMEOUT = timedelta(hours=2)
+
 Batch = TypeVar("Batch")
 Decision = TypeVar("Decision")
 
@@ -397,8 +400,7 @@ def start_processes(options: RunOptions) -> Strategy:
     """The strategy over the processes that the launcher started."""
     # Mixed precision is the policy's own (one autocast for rollout and training), so accelerate
     # gets none.
-    # Processes wait for each other's rewards, which may take longer than the default timeout.
-    accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=2))])
+    accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=TIMEOUT)])
     return build_strategy(options, accelerator)
 
 

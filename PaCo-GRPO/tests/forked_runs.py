@@ -10,6 +10,8 @@ import multiprocessing
 import os
 import signal
 import sys
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from unittest import mock
 
@@ -21,6 +23,8 @@ from safetensors.torch import load_file
 from tiny_run import overrides_for, tiny_options
 from torch.distributed.tensor import DTensor
 
+from paco_grpo import distributed
+from paco_grpo.commands import start_logging
 from paco_grpo.objectives import Objective
 from paco_grpo.objectives.dgpo import Dgpo
 from paco_grpo.policies.flux import FluxPolicy
@@ -100,9 +104,13 @@ def injected(fault: str):
 
 
 def _main(rank: int, placement: dict, flux: Path, folder: Path, changes: dict, fault: str) -> None:
-    sys.stderr = (folder / f"stderr_{rank}").open("w")
+    sys.stderr = (folder / f"stderr_{rank}").open("w", buffering=1)
     torch.set_num_threads(1)
     os.environ["RANK"] = str(rank)
+    start_logging()
+    timeout_s = changes.pop("timeout_s", None)
+    if timeout_s:
+        distributed.TIMEOUT = timedelta(seconds=timeout_s)
     if placement:
         os.environ |= distributed_environment(rank, **placement)
     try:
@@ -121,9 +129,14 @@ def run(
     processes: int = 1,
     fault: str = "",
     machines: int = 1,
+    meanwhile: Callable[[Sequence[multiprocessing.Process]], None] = lambda started: None,
     **changes,
 ) -> list[int]:
-    """Exit status of each process."""
+    """Exit status of each process.
+
+    ``meanwhile`` gets the processes when they are started. ``timeout_s``: how long one waits for
+    another.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     overrides_for(flux, folder)  # writes the prompts
     context = multiprocessing.get_context("forkserver")
@@ -135,6 +148,12 @@ def run(
     started = [context.Process(target=_main, args=(rank, *more)) for rank in range(processes)]
     for process in started:
         process.start()
+    try:
+        meanwhile(started)
+    except Exception:
+        for process in started:
+            process.kill()
+        raise
     for process in started:
         process.join(240)
     return [process.exitcode for process in started]

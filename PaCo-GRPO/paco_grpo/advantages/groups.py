@@ -3,7 +3,7 @@
 A sample with a missing reward is left out of its group.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,6 +44,7 @@ def compute_advantages(
     prompts: Sequence[str],
     aggregate_fn: AggregateFn,
     options: RunOptions,
+    people: Collection[str] = (),
 ) -> AdvantageResult:
     """Advantages of all N samples of an epoch (gathered over processes).
 
@@ -55,14 +56,24 @@ def compute_advantages(
         options: ``sample.global_std``, ``per_prompt_stat_tracking`` and ``train.rank_grpo``, as
             docs/configuration.md describes them, and ``sample.num_images_per_prompt``: with 1,
             all samples are one group.
+        people: Of the names, those of votes. A vote that is NaN is absent, not missing. A group
+            whose votes are all equal is left out.
 
     Raises:
         ValueError: ``aggregate_fn`` returns other keys or lengths, or a value that is not finite.
     """
     item_ids = np.asarray(item_ids)
     scores = {name: np.array(values, np.float64) for name, values in rewards.items()}
-    missing = np.isnan(np.stack(list(scores.values()))).any(axis=0)
-    groups = _groups(item_ids, prompts, missing, options)
+    lacks = {name: np.isnan(values) for name, values in scores.items()}
+    lacks_one = np.any(list(lacks.values()), axis=0)
+    missing = np.zeros(len(item_ids), bool)
+    for name in lacks.keys() - people:
+        missing |= lacks[name]
+    groups = _groups(item_ids, prompts, lacks_one, options)
+    for name in scores.keys() & people:
+        for key, members in list(groups.items()):
+            if np.ptp(scores[name][members]) == 0:
+                del groups[key]
     members_of_groups = list(groups.values())
     kept = np.zeros(len(item_ids), dtype=bool)
     for members in members_of_groups:
@@ -126,6 +137,7 @@ def advantages_of_sets(
     items: Sequence[Item],
     set_rewards: Sequence[SetRewards],
     options: RunOptions,
+    people: Collection[str] = (),
 ) -> AdvantageResult:
     """Advantages of all N samples of an epoch, by the rewards of their prompt sets.
 
@@ -137,7 +149,7 @@ def advantages_of_sets(
         item_ids: (N,), index into ``items``.
         items: Of all sets.
         set_rewards: Of each set, by its number.
-        options: As for ``compute_advantages``.
+        options, people: As for ``compute_advantages``.
 
     Raises:
         ValueError: As ``compute_advantages``.
@@ -150,7 +162,7 @@ def advantages_of_sets(
         prompts = [items[i].prompt for i in item_ids[members]]
         rewards = {name: scores[name][members] for name in trained_set.weights}
         result = compute_advantages(
-            rewards, item_ids[members], prompts, trained_set.aggregate_fn, options
+            rewards, item_ids[members], prompts, trained_set.aggregate_fn, options, people
         )
         if len(set_rewards) == 1:
             return result

@@ -46,6 +46,7 @@ class RewardRun:
     # value → the main process's value, on every process, such as a random token or a path. It can
     # be pickled. This is a collective operation: ``begin`` calls it equally often on every process.
     from_main: FromMain
+    resumes: bool = False  # an earlier run in the folder, from a checkpoint or its beginning
 
 
 class Attributes(TypedDict, total=False):
@@ -73,6 +74,16 @@ class Attributes(TypedDict, total=False):
     parallel_calls: int
     # True: it gets all images of an item in one call, once an epoch's images are sampled.
     compares_images: bool
+    # Of a reward that people give, which compares images: it takes the function's arguments, and
+    # shows them all images of an item. The process that owns the item calls it, and calls the
+    # function once nobody is waited for: neither waits for people itself.
+    show: Callable[..., object]
+    # Whether people still have to answer; asked twice a second by every process, after all of them
+    # have shown their images.
+    is_waiting: Callable[[], bool]
+    # Told what the training does: a phase (sampling, training or evaluation), and how many of its
+    # images are done, of how many (0 and 0: unknown).
+    follow: Callable[[str, int, int], object]
     # Called once by each process when the run begins.
     begin: Callable[[RewardRun], object]
     # Called once by each process at the end of a run that has begun, also of one that an error or a
@@ -92,12 +103,14 @@ class Reward(ABC):
     Attributes:
         name: In metrics and aggregation.
         record, parallel_calls, compares_images: As in ``Attributes``.
+        asks_people: It has ``show``. A score that a person does not give is absent, not missing.
     """
 
     name: str
     record: Mapping[str, Any] | None
     parallel_calls: int
     compares_images: bool
+    asks_people: bool
 
     @abstractmethod
     def applies_to(self, item: Item) -> bool:
@@ -117,6 +130,24 @@ class Reward(ABC):
 
         All processes call it for the same rewards in the same order (``RewardRun.from_main``).
         """
+
+    @abstractmethod
+    def show(
+        self,
+        images: Sequence[Image.Image],
+        items: Sequence[Item],
+        seeds: Sequence[int] | None = None,
+        epoch: int | None = None,
+    ) -> None:
+        """Show people all images of an item; the arguments are those of a call."""
+
+    @abstractmethod
+    def is_waiting(self) -> bool:
+        """Whether people still have to answer about images that were shown."""
+
+    @abstractmethod
+    def follow(self, phase: str, done: int, total: int) -> None:
+        """Say what the training does, as in ``Attributes``."""
 
     @abstractmethod
     def close(self) -> None:

@@ -1,6 +1,7 @@
 """Rewards in the background: they score images while further ones are sampled.
 
-All images of an item are brought to one process for rewards that compare them.
+All images of an item are brought to one process for rewards that compare them. If people give such
+a reward, the queue waits for them, for hours if need be.
 """
 
 import logging
@@ -8,14 +9,14 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from PIL import Image
 
-from paco_grpo.distributed import Shares, Stopped, interleave
+from paco_grpo.distributed import Shares, Stopped, any_process, interleave
 from paco_grpo.item import Item
 from paco_grpo.rewards.contract import Reward
 
@@ -58,7 +59,7 @@ class Lane:
         self.epoch = epoch
         self.batch_size = batch_size if threads == 1 else 1
         self.waiting: list[Submission] = []
-        self.calls: dict[Future[np.ndarray], list[int]] = {}  # → rows of the result
+        self.calls: dict[Future[Any], list[int]] = {}  # → rows of the result
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=f"reward-{name}")
 
     def submit(self, submissions: Sequence[Submission]) -> None:
@@ -77,16 +78,21 @@ class Lane:
 
     def start(self, batch: Sequence[Submission]) -> None:
         """Start one call."""
-        future = self._pool.submit(self._score, list(batch))
+        future = self._pool.submit(self._call, self.reward, list(batch))
         self.calls[future] = [submission.row for submission in batch]
 
-    def _score(self, batch: Sequence[Submission]) -> np.ndarray:
+    def show(self, batch: Sequence[Submission]) -> None:
+        """Start to show people all images of an item, which gives no scores."""
+        future = self._pool.submit(self._call, self.reward.show, list(batch))
+        self.calls[future] = []
+
+    def _call(self, function: Callable[..., Any], batch: Sequence[Submission]) -> Any:
         # Copies: a reward may paint on its images, and others must not see it.
         images = [submission.image.copy() for submission in batch]
         items = [submission.item for submission in batch]
         seeds = [submission.seed for submission in batch]
         try:
-            return self.reward(images, items, seeds, self.epoch)
+            return function(images, items, seeds, self.epoch)
         except Exception as error:
             if not self.watched:
                 raise
@@ -114,6 +120,7 @@ class ScoreQueue:
     Attributes:
         rewards: By name, in the order of the result's columns.
         wait_seconds: Time that ``results`` has waited.
+        people_seconds: Time that people have taken.
     """
 
     def __init__(
@@ -133,6 +140,7 @@ class ScoreQueue:
         """
         self.rewards = dict(rewards)
         self.wait_seconds = 0.0
+        self.people_seconds = 0.0
         self._lanes: list[Lane] = []
         for name, reward in rewards.items():
             self._lanes.append(Lane(name, reward, batch_size, name in watched, epoch))
@@ -191,7 +199,8 @@ class ScoreQueue:
         scores = np.full((count, len(self._lanes)), math.nan)
         for column, lane in enumerate(self._lanes):
             for future, rows in lane.calls.items():
-                scores[rows, column] = future.result()
+                if rows:
+                    scores[rows, column] = future.result()
             lane.calls.clear()
         self.wait_seconds += time.perf_counter() - started
         return scores
@@ -208,23 +217,59 @@ class ScoreQueue:
         shares = Shares.of(accelerator, total)
         scores = interleave(self._results_everywhere(len(shares.positions), should_stop))
         if self._comparing:
-            self._start_comparisons(shares)
+            self._start_comparisons(accelerator, shares, should_stop)
             # Each image is compared on one process; the others have NaN in its row.
             for compared in self._results_everywhere(total, should_stop):
                 scores = np.where(np.isnan(compared), scores, compared)
         return scores
 
-    def _start_comparisons(self, shares: Shares) -> None:
+    def _start_comparisons(
+        self, accelerator: Accelerator, shares: Shares, should_stop: Callable[[], bool]
+    ) -> None:
         """Call the rewards that compare images, with whole items; their rows are positions."""
         local: dict[int, Submission] = {}
         for submission in self._to_compare:
             position = shares.positions[submission.row]
             local[position] = submission._replace(row=position)
         self._to_compare = []
-        for of_item in exchange_images(shares, local):
+        groups = list(exchange_images(shares, local))
+        if any(lane.reward.asks_people for lane in self._comparing):
+            self._ask_people(accelerator, groups, should_stop)
+        for of_item in groups:
             for lane in self._comparing:
                 if lane.reward.applies_to(of_item[0].item):
                     lane.start(of_item)
+
+    def _ask_people(
+        self,
+        accelerator: Accelerator,
+        groups: Sequence[Sequence[Submission]],
+        should_stop: Callable[[], bool],
+    ) -> None:
+        """Show people this process's groups, and wait until all are answered.
+
+        A collective operation: processes meet twice a second, also those without a group. So none
+        waits for another as long as a person takes, and a signal to one of them ends all.
+        """
+        started = time.perf_counter()
+        lanes = [lane for lane in self._comparing if lane.reward.asks_people]
+        for of_item in groups:
+            for lane in lanes:
+                if lane.reward.applies_to(of_item[0].item):
+                    lane.show(of_item)
+        while True:
+            if any_process(accelerator, should_stop()):
+                raise Stopped
+            if any_process(accelerator, self.failed()):
+                break  # the results raise the error
+            is_sending = not all(future.done() for lane in lanes for future in lane.calls)
+            if not any_process(accelerator, is_sending):
+                # Only now is everything there that people can be waited for.
+                waiting = [lane.reward.is_waiting() for lane in lanes]
+                if not any_process(accelerator, any(waiting)):
+                    break
+            time.sleep(_POLL_SECONDS)
+        self.people_seconds += time.perf_counter() - started
 
     def _results_everywhere(self, count: int, should_stop: Callable[[], bool]) -> list[np.ndarray]:
         """The ``results`` of each process, or on every process the exception of one."""

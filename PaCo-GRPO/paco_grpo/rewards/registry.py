@@ -6,6 +6,7 @@ another process (``remote``), and not here.
 
 import contextlib
 import functools
+import importlib.util
 import inspect
 import json
 import logging
@@ -21,7 +22,7 @@ from PIL import Image
 from typing_extensions import override
 
 from paco_grpo.item import Item
-from paco_grpo.names import find_function, source_of, without_keys
+from paco_grpo.names import find_function, without_keys
 from paco_grpo.rewards.contract import Factory, Reward, RewardRun, ScoreFn
 from paco_judge.errors import UserError
 from paco_judge.files import write_json
@@ -51,6 +52,7 @@ REWARDS: dict[str, str] = {
     "subfig_clipT": "paco_grpo.rewards.clip:subfig_clipT",
     "subfig_dreamsim": "paco_grpo.rewards.subfigures:subfig_dreamsim",
     "unified_reward": "paco_grpo.rewards.questions:UnifiedReward",
+    "votes": "paco_grpo.rewards.people:votes",
     "win_rate": "paco_grpo.rewards.judge:WinRate",
 }
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".onnx", ".gguf"}
@@ -234,6 +236,7 @@ class CheckedReward(Reward):
         self.record: Mapping[str, Any] | None = self._attribute("record")
         self.compares_images: bool = self._attribute("compares_images", False)
         self.parallel_calls: int = self._attribute("parallel_calls", 1)
+        self.asks_people: bool = self._attribute("show") is not None
         self._remark: Callable[[Item], str | None] | None = self._attribute("remark", remark)
         self._begun = False
         self._closed = False
@@ -262,7 +265,10 @@ class CheckedReward(Reward):
         module, _, name = self._place.rpartition(":")
         if module.startswith("paco_grpo."):
             return f"{module}:{name}"
-        source = source_of(self._place)
+        source: str | None = module
+        if not module.lower().endswith(".py"):
+            spec = importlib.util.find_spec(module)
+            source = spec.origin if spec else None
         return identity(source) if source else f"{module}:{name}"
 
     @override
@@ -357,6 +363,31 @@ class CheckedReward(Reward):
             logger.warning("%s was not closed: %s", self.name, error)
 
     @override
+    def show(
+        self,
+        images: Sequence[Image.Image],
+        items: Sequence[Item],
+        seeds: Sequence[int] | None = None,
+        epoch: int | None = None,
+    ) -> None:
+        self._attribute("show")(images, items, **self._asked(seeds, epoch))
+
+    @override
+    def is_waiting(self) -> bool:
+        return self._attribute("is_waiting")()
+
+    @override
+    def follow(self, phase: str, done: int, total: int) -> None:
+        follow = self._attribute("follow")
+        if follow is not None:
+            follow(phase, done, total)
+
+    def _asked(self, seeds: Sequence[int] | None, epoch: int | None) -> dict[str, Any]:
+        """Those of them that the function asks for."""
+        known = {"seeds": seeds, "epoch": epoch}
+        return {name: known[name] for name in self.asks_for}
+
+    @override
     def __call__(
         self,
         images: Sequence[Image.Image],
@@ -364,8 +395,7 @@ class CheckedReward(Reward):
         seeds: Sequence[int] | None = None,
         epoch: int | None = None,
     ) -> np.ndarray:
-        known = {"seeds": seeds, "epoch": epoch}
-        asked = {name: known[name] for name in self.asks_for}
+        asked = self._asked(seeds, epoch)
         scores = np.asarray(self.function(images, items, **asked), dtype=np.float64)
         if scores.shape != (len(images),):
             raise UserError(

@@ -47,6 +47,13 @@ def rewards_of(
         for split in items:
             table = prompt_set.table(split)
             rewards[split].append(build_rewards(table.weights, table.kwargs, device, built))
+    for rewards_of_set in rewards.get("test", []):
+        for name, reward in rewards_of_set.items():
+            if reward.asks_people:
+                raise ConfigError(
+                    f"{name} asks people, which only training does: give config.test.reward_fn, or "
+                    "test_reward_fn of a prompt set, rewards without it"
+                )
     problems: list[str] = []
     for number, prompt_set in enumerate(sets):
         where = f"config.datasets.{prompt_set.name}: " if prompt_set.name else ""
@@ -69,7 +76,10 @@ def rewards_of(
 
 @contextlib.contextmanager
 def begun(
-    rewards: Iterable[Reward], folder: Path, accelerator: Accelerator | None = None
+    rewards: Iterable[Reward],
+    folder: Path,
+    accelerator: Accelerator | None = None,
+    resumes: bool = False,
 ) -> Generator[None]:
     """The run of the rewards: it begins with the block, and its end closes them.
 
@@ -77,6 +87,7 @@ def begun(
         rewards: In the same order on every process.
         folder: Of the run.
         accelerator: Its processes; None: this one.
+        resumes: As in ``RewardRun``.
     """
     process = accelerator.process_index if accelerator else 0
     processes = accelerator.num_processes if accelerator else 1
@@ -84,7 +95,7 @@ def begun(
     def from_main(value: Value) -> Value:
         return main_decides(accelerator, lambda: value) if accelerator else value
 
-    run = RewardRun(folder, process, processes, from_main)
+    run = RewardRun(folder, process, processes, from_main, resumes)
     with contextlib.ExitStack() as closing:
         for reward in rewards:
             closing.callback(reward.close)
@@ -105,6 +116,7 @@ class RewardBySet(Reward):
         self.name = name
         self.of_sets = dict(of_sets)
         self.compares_images = first.compares_images
+        self.asks_people = first.asks_people
         self.parallel_calls = first.parallel_calls
         records: dict[str, Any] = {}
         for number, reward in of_sets.items():
@@ -139,6 +151,26 @@ class RewardBySet(Reward):
     def close(self) -> None:
         for reward in self.of_sets.values():
             reward.close()
+
+    @override
+    def show(
+        self,
+        images: Sequence[Image.Image],
+        items: Sequence[Item],
+        seeds: Sequence[int] | None = None,
+        epoch: int | None = None,
+    ) -> None:
+        self.of_sets[items[0].dataset].show(images, items, seeds, epoch)
+
+    @override
+    def is_waiting(self) -> bool:
+        waiting = [reward.is_waiting() for reward in self.of_sets.values()]
+        return any(waiting)
+
+    @override
+    def follow(self, phase: str, done: int, total: int) -> None:
+        for reward in self.of_sets.values():
+            reward.follow(phase, done, total)
 
     @override
     def __call__(

@@ -58,6 +58,7 @@ class Evaluations:
         run = self.run
         options = run.options
         started = time.perf_counter()
+        run.follow("evaluation")
         run.seed_generators()
         with run.state.averaged():
             policy = run.state.policy

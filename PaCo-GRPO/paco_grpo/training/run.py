@@ -79,6 +79,11 @@ class Run:
         words = [Stream.GLOBAL, self.options.seed, self.state.epoch, process]
         set_seed(int(np.random.SeedSequence(words).generate_state(1)[0]))
 
+    def follow(self, phase: str, done: int = 0, total: int = 0) -> None:
+        """Tell the trained rewards what is done; see ``rewards.contract.Attributes``."""
+        for reward in self.rewards.train.values():
+            reward.follow(phase, done, total)
+
     def log(self, phase: str, metrics: Mapping[str, float]) -> None:
         """Append a row to metrics.jsonl and log it to the tracker (main process)."""
         state = self.state

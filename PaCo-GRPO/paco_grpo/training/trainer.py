@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image
 
 from paco_grpo.advantages.groups import AdvantageResult, advantages_of_sets
-from paco_grpo.distributed import Stopped, any_process, same_outcome
+from paco_grpo.distributed import Stopped, any_process, gather_rows, same_outcome
 from paco_grpo.monitoring import health
 from paco_grpo.monitoring.health import SampleObserver
 from paco_grpo.monitoring.metrics import epoch_line, epoch_metrics, of_epoch, set_metrics
@@ -72,6 +72,7 @@ class Trainer:
                 if run.objective.keeps_all:
                     run.updater.recompute_old_log_probs(rollouts)
             scores = self._scores(queue)
+        run.follow("training")
         run.references.finish(self._signaled)  # a bad image is found before the first update
         result = self._advantages(scores, rollouts)
         steps_before = self.state.optimizer_steps
@@ -141,7 +142,9 @@ class Trainer:
         self.run.seed_generators()
 
     def _end(self) -> None:
-        self.seconds["epoch"] = time.perf_counter() - self.started
+        # Time that people take counts in no limit and no forecast.
+        people_wait = self.seconds.get("people_wait", 0.0)
+        self.seconds["epoch"] = time.perf_counter() - self.started - people_wait
         self.state.train_seconds += self.seconds["epoch"]
         self.state.epoch += 1
         self.state.between_epochs = True
@@ -160,12 +163,15 @@ class Trainer:
         sampled_weights = contextlib.nullcontext()
         if adapter:
             sampled_weights = lora.using_adapter(policy, adapter)
+        processes = self.accelerator.num_processes
         shown = progress(
             "sampling",
             run.plan.samples_per_process,
             self.accelerator.is_main_process,
-            self.accelerator.num_processes,
+            processes,
         )
+        num_sampled = 0
+        run.follow("sampling", 0, run.plan.samples)
 
         def deliver(
             images: list[Image.Image | None],
@@ -173,9 +179,12 @@ class Trainer:
             numbers: list[int],
             seeds: Sequence[int],
         ) -> None:
+            nonlocal num_sampled
             queue.submit(images, items, numbers, seeds)
             self.observer.add(images, numbers)
             finish(len(images))
+            num_sampled += len(images)
+            run.follow("sampling", num_sampled * processes, run.plan.samples)
 
         def should_stop() -> bool:
             return self._signaled() or queue.failed() or run.references.failed()
@@ -205,25 +214,40 @@ class Trainer:
         """Scores of all N images of the epoch by position, (N,) each; NaN = missing."""
         scores = queue.gathered(self.accelerator, self.run.plan.samples, self._signaled)
         self.seconds["reward_wait"] = queue.wait_seconds
+        if self._asks_people():
+            self.seconds["people_wait"] = queue.people_seconds
         return {name: scores[:, column] for column, name in enumerate(queue.rewards)}
+
+    def _asks_people(self) -> list[str]:
+        """Names of the rewards that people give."""
+        rewards = self.run.rewards.train
+        return [name for name, reward in rewards.items() if reward.asks_people]
 
     def _advantages(self, scores: Mapping[str, np.ndarray], rollouts: Rollouts) -> AdvantageResult:
         run = self.run
         set_rewards = run.set_rewards
         images = f"the images of epoch {self.state.epoch + 1}"
+        people = self._asks_people()
+        # What a person skips is absent, as the score of another set's reward is. Only an image that
+        # could not be shown lacks a vote.
+        was_shown = np.zeros(len(rollouts.item_ids), bool)
+        if people:
+            was_shown = gather_rows(rollouts.finite[:, None])[:, 0] == 1
         for number, rewards_of_set in enumerate(set_rewards):
             members = rollouts.datasets == number
             lacks_one = np.zeros(members.sum(), bool)
             shares = {}
             for name in rewards_of_set.weights:
                 is_missing = np.isnan(scores[name][members])
+                if name in people:
+                    is_missing &= ~was_shown[members]
                 lacks_one |= is_missing
                 shares[name] = is_missing.mean()
             of_name = f" of {rewards_of_set.name}" if rewards_of_set.name else ""
             require_scores(lacks_one.mean(), shares, f"{images}{of_name}", self.options.train)
         try:
             return advantages_of_sets(
-                scores, rollouts.item_ids, run.train_items, set_rewards, self.options
+                scores, rollouts.item_ids, run.train_items, set_rewards, self.options, people
             )
         except ValueError as error:  # from the aggregation, about these scores
             raise StopTraining(

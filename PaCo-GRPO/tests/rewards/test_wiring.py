@@ -50,7 +50,7 @@ def kwargs(judge, clip_folder, tiny_open_clip, packages, tmp_path, monkeypatch):
     faces = lambda image: np.array([[share_of(image.tobytes())]])  # of one number
     monkeypatch.setattr("paco_grpo.rewards.identity._finder", lambda: faces)
     arguments |= {"face_likeness": {}, "kept_pixels": {"tolerance": 70}}
-    assert set(arguments) == set(REWARDS)
+    assert {*arguments, "votes"} == set(REWARDS)  # which people give: test_people.py
     return arguments
 
 

@@ -1,0 +1,166 @@
+"""The page of votes: answers, undo, what a later run finds, and groups that teach nothing."""
+
+import io
+import math
+
+import numpy as np
+import pytest
+from PIL import Image
+from tiny_run import tiny_options
+
+from paco_grpo.advantages.groups import compute_advantages, weighted_sum
+from paco_grpo.data.sets import prompt_sets
+from paco_grpo.item import Item
+from paco_grpo.options import ConfigError
+from paco_grpo.rewards.contract import RewardRun
+from paco_grpo.rewards.people import votes
+from paco_grpo.rewards.sets import rewards_of
+from paco_judge.errors import UserError
+from paco_judge.files import read_json_lines
+
+FOX = Item(4, "a fox")
+EDIT = Item(7, "make it blue", references=(Image.new("RGB", (5, 3), "red"),))
+
+
+def begun(folder, form="like", resumes=False, port=0):
+    reward = votes(form, port)
+    reward.begin(RewardRun(folder, 0, 1, lambda value: value, resumes))
+    return reward
+
+
+def show(reward, epoch, item, seeds):
+    """Each image is as wide as its seed."""
+    images = [Image.new("RGB", (seed, 2)) for seed in seeds]
+    reward.show(images, [item] * len(seeds), seeds, epoch)
+
+
+def names(reward):
+    """Width of a picture → its name on the page."""
+    found = {}
+    for group in reward.page.state({})["groups"]:
+        for picture in group["pictures"]:
+            encoded = reward.page.picture(picture["name"])
+            found[Image.open(io.BytesIO(encoded)).width] = picture["name"]
+    return found
+
+
+def test_likes_skips_and_undo(tmp_path):
+    reward = begun(tmp_path)
+    assert not reward.is_waiting()
+    show(reward, 3, FOX, [10, 11])
+    show(reward, 3, EDIT, [12, 13, 14])
+    page = reward.page
+    first, second = page.state({})["groups"]
+    assert (first["prompt"], first["references"]) == ("a fox", [])
+    (reference,) = second["references"]
+    assert Image.open(io.BytesIO(page.picture(reference))).size == (5, 3)
+    by_seed = names(reward)
+    page.answer({"picture": by_seed[10], "answer": "like"})
+    page.answer({"picture": by_seed[12], "answer": "skip"})
+    page.answer({"picture": by_seed[13], "answer": "dislike"})
+    page.answer({"picture": by_seed[13], "answer": "like"})
+    assert page.undo({})["answered"] == 3
+    with pytest.raises(UserError, match="best"):
+        page.answer({"picture": by_seed[14], "answer": "best"})
+    assert reward.is_waiting()
+    page.answer({"picture": by_seed[14], "answer": "like"})
+    page.answer({"picture": by_seed[11], "answer": "like"})
+    assert not reward.is_waiting()
+    # From here on, the answers are those that the training has.
+    with pytest.raises(UserError):
+        page.answer({"picture": by_seed[10], "answer": "dislike"})
+    page.undo({})
+    assert reward([None] * 2, [FOX] * 2, [11, 10], 3).tolist() == [1, 1]
+    scores = reward([None] * 3, [EDIT] * 3, [14, 13, 12], 3)
+    assert scores[:2].tolist() == [1, 0] and math.isnan(scores[2])
+    state = page.state({})
+    assert state["last"] == {"epoch": 3, "groups": 2, "left_out": 1, "votes": 4, "skips": 1}
+    assert state["groups"] == []
+    reward.close()
+
+
+def test_best_and_worst_of_a_group(tmp_path):
+    reward = begun(tmp_path, "best")
+    show(reward, 1, FOX, [10, 11, 12, 13])
+    show(reward, 1, EDIT, [20, 21])
+    show(reward, 1, Item(9, "alone"), [30])
+    by_seed = names(reward)
+    with pytest.raises(UserError):
+        reward.page.answer({"best": by_seed[10], "worst": by_seed[20]})
+    reward.page.answer({"best": by_seed[12], "worst": by_seed[11]})
+    assert reward.is_waiting()
+    reward.page.answer({"picture": by_seed[21], "answer": "skip"})
+    assert not reward.is_waiting()
+    assert reward([None] * 4, [FOX] * 4, [10, 11, 12, 13], 1).tolist() == [0.5, 0, 1, 0.5]
+    assert np.isnan(reward([None] * 2, [EDIT] * 2, [20, 21], 1)).all()
+    reward.close()
+
+
+def test_what_a_later_run_finds(tmp_path):
+    """A cut line is lost; answers of later epochs, and those of an earlier run, are set aside."""
+    reward = begun(tmp_path)
+    for epoch in (1, 2, 3):
+        show(reward, epoch, FOX, [10 * epoch, 10 * epoch + 1])
+        reward.page.answer({"picture": names(reward)[10 * epoch], "answer": "like"})
+    reward.close()
+    file = tmp_path / "votes.jsonl"
+    file.write_bytes(file.read_bytes() + b'{"epoch": 2, "it')
+    again = begun(tmp_path, resumes=True)
+    show(again, 2, FOX, [20, 21])
+    assert again.page.state({})["answered"] == 1
+    again.page.answer({"picture": names(again)[21], "answer": "dislike"})
+    assert not again.is_waiting()
+    again.close()
+    assert [row["seed"] for row in read_json_lines(file)] == [10, 20, 21]
+    aside = tmp_path / "replaced_votes.jsonl"
+    assert [row["seed"] for row in read_json_lines(aside)] == [30]
+    other = begun(tmp_path)
+    show(other, 1, FOX, [10])
+    assert other.is_waiting()
+    other.close()
+    assert [row["seed"] for row in read_json_lines(aside)] == [30, 10, 20, 21]
+
+
+def test_a_port_that_is_taken_and_several_machines(tmp_path, monkeypatch):
+    reward = begun(tmp_path)
+    port = reward._server.port
+    with pytest.raises(UserError, match=str(port)):
+        begun(tmp_path / "other", port=port)
+    reward.close()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="machine"):
+        votes().begin(RewardRun(tmp_path, 0, 4, lambda value: value))
+
+
+def test_groups_without_two_different_votes_teach_nothing(tiny_flux_dir, tmp_path):
+    """A judge beside the votes does not change that; its missing scores count, skips do not."""
+    nan = math.nan
+    given = np.array([1, 0, 1, 1, nan, 0, nan, 1, 0, 1])
+    judged = np.array([5, 7, 1, 2, 3, 4, 5, 6, 8, nan])
+    item_ids = [3, 3, 5, 5, 5, 6, 6, 8, 8, 8]
+    options = tiny_options(tiny_flux_dir, tmp_path)
+
+    def sum_of(**grouped):
+        return weighted_sum({"votes": 10.0, "judge": 1.0}, **grouped)
+
+    result = compute_advantages(
+        {"votes": given, "judge": judged},
+        item_ids,
+        [str(i) for i in item_ids],
+        sum_of,
+        options,
+        ["votes"],
+    )
+    assert np.flatnonzero(result.kept).tolist() == [0, 1, 7, 8]
+    assert result.advantages[[0, 1, 7, 8]].tolist() == [1, -1, 1, -1]
+    assert result.stats["missing_share"] == 0.1 and result.stats["dropped_share"] == 0.6
+
+
+@pytest.mark.parametrize("test_rewards", ["", '{"votes": 1.0, "tiny_run:redness": 0.0}'])
+def test_evaluations_ask_nobody(tiny_flux_dir, tmp_path, test_rewards):
+    rewards = '{"paco_grpo.rewards.people:votes": 1.0}'
+    options = tiny_options(
+        tiny_flux_dir, tmp_path, train__reward_fn=rewards, test__reward_fn=test_rewards
+    )
+    with pytest.raises(ConfigError, match="votes"):
+        rewards_of(prompt_sets(options), "cpu", {"train": [FOX], "test": [FOX]})
