@@ -1,8 +1,9 @@
 """Draws pictures of assets/ again, from results.csv: ``figures.py claims consistency_and_variety``.
 
-The first is in docs/method.md, the second in README.md. The latter also needs out/study, where
-``study.py rewards`` leaves the images of its runs. (pairing.png: figures.py at e793f4b1,
-with the title "Cut into panels".)
+The first is in docs/method.md, the second in README.md. Both show one judge: the frozen one, once
+it has all their runs, or else the first in results.csv. The second also needs out/study, where
+``study.py rewards`` leaves the images of its runs. (pairing.png: figures.py at e793f4b1, with the
+title "Cut into panels".)
 """
 
 import argparse
@@ -13,15 +14,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 import study
+import study_tables
 from paco_judge.files import read_json_lines
 from paco_judge.images import load_image
 
-ASSETS = study.HERE.parent / "assets"
+ASSETS = study_tables.HERE.parent / "assets"
 GRAY = "#6b7280"
 RED = "#d1242f"
 BLUE = "#1f5fbf"
 ORANGE = "#c2571a"
-JUDGE = "b373f6ab16"  # of the runs in README.md and docs/method.md
 SHOWN_PROMPT = "a striped square."
 SHOWN_SEED = 11
 SHOWN_IMAGES = 6
@@ -70,8 +71,11 @@ def draw_claims(results: pd.DataFrame) -> Figure:
     """Two panels: resolutions of training, and aggregations of a loud and a quiet reward."""
     figure = Figure(figsize=(11, 4.2), dpi=130, layout="constrained")
     left, right = figure.subplots(1, 2)
-    comparable = (results["judge"] == JUDGE) & results["seed"].between(10, 12)
-    plot(left, results[comparable], RESOLUTIONS, "teraflops", "consistency_after")
+    sizes = study_tables.compared_rows(results, "resolution")
+    judges = sizes["judge"].unique()
+    frozen = study_tables.FROZEN_JUDGE
+    shown = sizes[sizes["judge"] == (frozen if frozen in judges else judges[0])]
+    plot(left, shown, RESOLUTIONS, "teraflops", "consistency_after")
     left.set_title("Small images learn more per FLOP", loc="left", fontweight="bold")
     left.set(
         xlabel="TFLOPs of the transformer in training",
@@ -80,7 +84,7 @@ def draw_claims(results: pd.DataFrame) -> Figure:
     )
 
     both = results[results["study"] == "aggregation"]
-    plot(right, study.trained(both), AGGREGATIONS, "alignment_after", "darkness_after")
+    plot(right, study_tables.trained(both), AGGREGATIONS, "alignment_after", "darkness_after")
     before = both.loc[both["epochs"] == 0, ["alignment_after", "darkness_after"]].mean()
     right.plot(*before, "x", color=GRAY, markersize=9)
     right.annotate("before RL", before, (8, -3), textcoords="offset points", color=GRAY)
@@ -97,17 +101,18 @@ def draw_front_page(results: pd.DataFrame) -> Figure:
     left, right = figure.subfigures(1, 2, width_ratios=[2, 1])
     left.suptitle("a striped square: the color is left open")
     grid = left.subplots(len(REWARDS), SHOWN_IMAGES, subplot_kw={"xticks": [], "yticks": []})
+    runs = study_tables.front_page_rows(results)
+    runs = runs[runs["judge"] == runs["judge"].iloc[0]]
     for cells, (run, (label, *_)) in zip(grid, REWARDS.items(), strict=True):
         cells[0].set_ylabel(label.replace(" ", "\n", 1), rotation=0, ha="right", va="center")
-        (folder,) = study.OUT.glob(f"rewards-{run}-seed{SHOWN_SEED}-{JUDGE}-*")
-        evaluation = folder / "agreement"
+        (shown,) = runs[(runs["run"] == run) & (runs["seed"] == SHOWN_SEED)].to_dict("records")
+        *_, evaluation = sorted((study.folder_of(shown) / "agreement").glob("epoch_*"))
         rows = read_json_lines(evaluation / "eval_data.jsonl")
         files = [evaluation / row["file"] for row in rows if SHOWN_PROMPT in row["prompt"]]
         for axes, file in zip(cells, files):  # the first ones
             axes.imshow(load_image(file))
-    rows = study.trained(results)
     axes = right.subplots()
-    plot(axes, rows[rows["judge"] == JUDGE], REWARDS, "diversity", "oracle_w")
+    plot(axes, runs, REWARDS, "diversity", "oracle_w")
     axes.set(
         xlabel="diversity between images of a prompt, 1 − b",
         ylabel="agreement within an image, w",
@@ -123,7 +128,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("pictures", nargs="+", choices=PICTURES)
     for name in parser.parse_args().pictures:
-        PICTURES[name](study.read_results()).savefig(ASSETS / f"{name}.png")
+        PICTURES[name](study_tables.read_results()).savefig(ASSETS / f"{name}.png")
 
 
 if __name__ == "__main__":

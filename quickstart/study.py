@@ -4,10 +4,11 @@
     study.py objectives --runs nft awm         # objectives with the quickstart's reward
     study.py resolution aggregation            # the two claims of docs/method.md
     study.py methods                           # w − b of six methods for the same epochs
+    study.py correlation --seeds 0             # trains nothing: scores of small and large images
     study.py rewards --table                   # trains nothing: the table of finished runs
 
-It serves the judge in models/study_judge on port 8000, and writes its prompts, the quickstart's of
-seed 0, itself. A run that results.csv has for this commit, judge and version of torch is not
+It serves the judge in models/study_judge on port 8000 (or VLLM_PORT), and writes its prompts, the
+quickstart's of seed 0, itself. A run that results.csv has for this commit, judge and version of torch is not
 repeated, and a stopped run continues. Its folder in out/study is named by all of them. With
 NUM_PROCESSES=2 a training uses two cores.
 
@@ -20,8 +21,8 @@ A run has a row for each evaluation; the last row has all columns:
   images", read by the oracle on open prompts.
 - ``consistency_after`` and the other measures of paco_toy/summary.py.
 - ``cpu_minutes``: of the trainer's processes, evaluations included, without the judge.
-- ``teraflops``: of the transformer in all epochs so far, without evaluations; by estimate.py since
-  December 2026, only in the study ``methods``, without what trained a teacher.
+- ``teraflops``: of the transformer in all epochs so far, without evaluations and without what
+  trained a teacher; by estimate.py since December 2026.
 
 Only rows until November 2026 have the rest: ``_before`` training, ``judge_`` and ``other_`` (w and b
 by the judge, and by a judge with another base, wording and training pairs), ``…_kappa`` =
@@ -38,6 +39,7 @@ import contextlib
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from resource import RUSAGE_CHILDREN, getrusage
@@ -45,19 +47,19 @@ from typing import Any
 
 import pandas as pd
 
+import study_tables
 from paco_grpo.options import read_options
 from paco_judge.files import read_json
-from paco_toy.build_world import build_prompt_sets
+from paco_toy.build_world import build_prompt_sets, build_prompts
 from paco_toy.summary import commit, judge_id, scores_of
+from study_tables import HERE, KEY
 
-HERE = Path(__file__).resolve().parent
 GRPO = HERE.parent / "PaCo-GRPO"
-RESULTS = HERE / "results.csv"
 OUT = HERE / "out" / "study"
 WORLD = OUT / "world"
 JUDGE = HERE / "models" / "study_judge"
-KEY = ["study", "run", "seed", "commit", "judge", "torch"]
 
+JUDGED = ("consistency_score", "between_images")  # rewards of the toy that ask the judge
 ORACLE = "paco_toy.oracle:oracle_"
 # With weight 0, between_images is monitored: w and b in every epoch, and their warning.
 CONSISTENCY = {"train.reward_fn.between_images": 0.0}
@@ -185,11 +187,23 @@ def training_arguments(key: dict[str, Any]) -> list[str]:
         "test.seed": 1000 + seed,
         "test.num_images": 96,
     } | options
+    if "train.reward_fn" not in options:  # the configuration's, which ask the judge
+        options |= judge_options()
     teacher = teacher_of(key)
     if teacher is not None:
         folder = folder_of(teacher) / "checkpoints" / f"epoch_{options['num_epochs']:04d}"
         options["train.opd_teachers"] = {teacher["run"]: str(folder)}
     return [config, *(f"--config.{name}={value}" for name, value in options.items())]
+
+
+def judge_options() -> dict[str, Any]:
+    """Options that send the questions of the toy's rewards to the study's judge."""
+    return {f"train.reward_fn_kwargs.{name}.port": judge_port() for name in JUDGED}
+
+
+def judge_port() -> int:
+    """The port of the judge's server."""
+    return int(os.environ.get("VLLM_PORT", "8000"))
 
 
 def teacher_of(key: dict[str, Any]) -> dict[str, Any] | None:
@@ -221,30 +235,35 @@ def agreement_folder(checkpoint: Path) -> Path:
 def train(key: dict[str, Any]) -> list[dict[str, Any]]:
     """Trains and evaluates; returns the columns of each evaluation."""
     folder = folder_of(key)
-    environment = os.environ | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
-    script = ["bash", "scripts/single_node/train_flux.sh", *training_arguments(key)]
     is_new = not folder.exists()
     before = getrusage(RUSAGE_CHILDREN)
-    subprocess.run(script, cwd=GRPO, env=environment, check=True)
+    run(["bash", "scripts/single_node/train_flux.sh", *training_arguments(key)])
     after = getrusage(RUSAGE_CHILDREN)
-    studies_methods = key["study"] == "methods"
     checkpoints = sorted((folder / "checkpoints").glob("epoch_*"))
     rows = evaluations_of(folder)
-    for checkpoint in checkpoints if studies_methods else checkpoints[-1:]:
-        arguments = agreement_arguments(checkpoint, key["seed"])
-        evaluate = [sys.executable, "scripts/evaluate.py", *arguments]
-        subprocess.run(evaluate, cwd=GRPO, env=environment, check=True)
+    for checkpoint in checkpoints if key["study"] == "methods" else checkpoints[-1:]:
+        evaluate(agreement_arguments(checkpoint, key["seed"]))
         row = rows.setdefault(checkpoint.name, {"epochs": epochs_of(checkpoint)})
         row.update(agreement_of(checkpoint))
-    if studies_methods:
-        of_epoch = teraflops_of_epoch(key)
-        for row in rows.values():
-            row["teraflops"] = of_epoch * row["epochs"]
+    of_epoch = teraflops_of_epoch(key)
+    for row in rows.values():
+        row["teraflops"] = of_epoch * row["epochs"]
     evaluations = [rows[name] for name in sorted(rows)]
     if is_new:  # else, only part of it was spent now
         spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         evaluations[-1]["cpu_minutes"] = spent / 60
     return evaluations
+
+
+def evaluate(arguments: list[str]) -> None:
+    """Runs evaluate.py."""
+    run([sys.executable, "scripts/evaluate.py", *arguments])
+
+
+def run(command: list[str], **variables: str) -> None:
+    """Runs a command in PaCo-GRPO, with ``variables`` of its environment."""
+    environment = {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"} | variables
+    subprocess.run(command, cwd=GRPO, env=os.environ | environment, check=True)
 
 
 def epochs_of(folder: Path) -> int:
@@ -282,74 +301,14 @@ def agreement_of(checkpoint: Path) -> dict[str, float]:
     return {f"oracle_{name}": results[f"oracle_{key}"]["mean"] for name, key in columns.items()}
 
 
-def read_results() -> pd.DataFrame:
-    """All rows of results.csv."""
-    results = pd.read_csv(RESULTS, dtype={"commit": str, "judge": str, "torch": str})
-    return results if "torch" in results else results.assign(torch=None)
-
-
-def keep(key: dict[str, Any], evaluations: list[dict[str, Any]]) -> None:
-    """Adds the rows of a finished run to results.csv."""
-    rows = pd.DataFrame(evaluations).assign(**key)
-    results = pd.concat([read_results(), rows])
-    results.to_csv(RESULTS, index=False, float_format="%.4f")
-
-
-def trained(results: pd.DataFrame) -> pd.DataFrame:
-    """The last row of each run: what the trained model does. ``diversity`` is 1 − b.
-
-    Of the study ``methods``, ``teraflops_to_half`` are those until w − b was first 0.5.
-    """
-    last = results.drop_duplicates(KEY, keep="last")
-    is_half = (results["study"] == "methods") & (results["oracle_w_minus_b"] >= 0.5)
-    first = results[is_half].drop_duplicates(KEY).set_index(KEY)["teraflops"]
-    last = last.join(first.rename("teraflops_to_half"), on=KEY)
-    return last.assign(diversity=1 - last["oracle_b"])
-
-
-LABELS = {
-    "oracle_w": "w",
-    "diversity": "diversity 1 − b",
-    "oracle_w_minus_b": "w − b",
-    "consistency_after": "consistency, full prompts",
-    "consistency_before": "the same before RL",
-    "alignment_after": "panels show what is named",
-    "darkness_after": "darkness, %",
-    "cpu_minutes": "CPU minutes",
-    "teraflops": "TFLOPs",
-    "teraflops_to_half": "TFLOPs to w − b = 0.5",
-}
-
-
-def table(results: pd.DataFrame) -> str:
-    """Means ± standard errors over the seeds of each run and judge."""
-    rows = trained(results).dropna(axis=1, how="all").rename(columns=LABELS)
-    columns = pd.Index(LABELS.values()).intersection(rows.columns, sort=False)
-    groups = rows.groupby(["run", "judge"], sort=False)
-    columns_of_means = {"seed": list} | dict.fromkeys(columns, mean_and_error)
-    if LABELS["teraflops_to_half"] in columns:
-        columns_of_means[LABELS["teraflops_to_half"]] = values_of_seeds
-    return groups.agg(columns_of_means).to_string()
-
-
-def mean_and_error(values: pd.Series) -> str:
-    """Mean ± standard error; nan for one seed."""
-    return f"{values.mean():.3f} ± {values.sem():.3f}"
-
-
-def values_of_seeds(values: pd.Series) -> str:
-    """The value of each seed; nan for one that has none."""
-    return ", ".join(f"{value:.1f}" for value in values)
-
-
 def finish(key: dict[str, Any]) -> None:
     """Train a run, and first its teacher, unless results.csv has them."""
-    if (read_results()[KEY] == pd.Series(key)).all(axis=1).any():
+    if (study_tables.read_results()[KEY] == pd.Series(key)).all(axis=1).any():
         return
     teacher = teacher_of(key)
     if teacher is not None:
         finish(teacher)
-    keep(key, train(key))
+    study_tables.add_results(key, train(key))
 
 
 def train_missing(
@@ -360,23 +319,56 @@ def train_missing(
         raise SystemExit("study.py notes the commit of its runs: it needs git and a clone")
     build_prompt_sets(WORLD, seed=0)
     judge_of_all = judge_id(judge)  # what is served, whatever the folder holds later
-    server = os.environ | {
+    with serving(judge):
+        for study in studies:
+            for seed in seeds:
+                for name in STUDIES[study]:
+                    values = [study, name, seed, commit(), judge_of_all, version("torch")]
+                    if runs is None or name in runs:
+                        finish(dict(zip(KEY, values, strict=True)))
+
+
+@contextlib.contextmanager
+def serving(judge: Path) -> Iterator[None]:
+    """Serves a judge meanwhile."""
+    port = judge_port()
+    variables = {
         "VLLM_ENGINE": os.environ.get("VLLM_ENGINE", "transformers"),
-        "VLLM_LABEL": "paco-study",
-        "VLLM_PORT": "8000",
+        "VLLM_LABEL": f"paco-study-{port}",
+        "VLLM_PORT": str(port),
         "VLLM_MODEL_NAMES": "PaCo-Reward-Toy",
         "VLLM_MODEL_PATHS": str(judge.resolve()),
     }
-    subprocess.run(["bash", "vllm_server/launch.sh"], cwd=GRPO, env=server, check=True)
+    run(["bash", "vllm_server/launch.sh"], **variables)
     try:
-        for study in studies:
-            for seed in seeds:
-                for run in STUDIES[study]:
-                    values = [study, run, seed, commit(), judge_of_all, version("torch")]
-                    if runs is None or run in runs:
-                        finish(dict(zip(KEY, values, strict=True)))
+        yield
     finally:
-        subprocess.run(["bash", "vllm_server/stop.sh"], cwd=GRPO, env=server, check=True)
+        run(["bash", "vllm_server/stop.sh"], **variables)
+
+
+def correlation(seeds: list[int], judge: Path) -> str:
+    """Correlations of scores between sizes of images (paco_toy/correlation.py), of all seeds."""
+    # Seconds to import, and --table does not need it.
+    from paco_toy import correlation as measure
+
+    prompts = WORLD / "half_open_prompts"
+    build_prompts(prompts, seed=0, train=4, test=measure.PROMPTS)
+    of_all = OUT / f"correlation-{judge_id(judge)}-{commit()}-torch{version('torch')}"
+    options = [f"--config.{name}={value}" for name, value in judge_options().items()]
+    folders: dict[int, list[Path]] = {resolution: [] for resolution in measure.RESOLUTIONS}
+    with serving(judge):
+        for resolution, of_size in folders.items():
+            for seed in seeds:
+                folder = of_all / f"{resolution}px-seed{seed}"
+                dataset = os.path.relpath(prompts, GRPO)
+                evaluate(measure.evaluation_arguments(dataset, resolution, seed, folder) + options)
+                of_size.append(folder)
+    judged = study_tables.judge_name(judge_id(judge))
+    return f"{judged}, seeds {seeds}\n{measure.table(folders).to_string(index=False)}"
+
+
+# What is measured without training: name -> its text, from the seeds and the judge's folder.
+MEASUREMENTS: dict[str, Callable[[list[int], Path], str]] = {"correlation": correlation}
 
 
 def main() -> None:
@@ -384,17 +376,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("studies", nargs="+", choices=STUDIES)
+    parser.add_argument("studies", nargs="+", choices=[*STUDIES, *MEASUREMENTS])
     parser.add_argument("--runs", nargs="+", help="names of runs; default: all")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--judge", type=Path, default=JUDGE)
     parser.add_argument("--table", action="store_true", help="only the table of finished runs")
     arguments = parser.parse_args()
-    if not arguments.table:
-        train_missing(arguments.studies, arguments.runs, arguments.seeds, arguments.judge)
-    results = read_results()
-    for study in arguments.studies:
-        print(table(results[results["study"] == study]), end="\n\n")
+    studies = [name for name in arguments.studies if name in STUDIES]
+    if studies and not arguments.table:
+        train_missing(studies, arguments.runs, arguments.seeds, arguments.judge)
+    for name in studies:
+        print(study_tables.tables(study_tables.read_results(), name), end="\n\n")
+    for name in arguments.studies:
+        if name in MEASUREMENTS:
+            print(MEASUREMENTS[name](arguments.seeds, arguments.judge), end="\n\n")
 
 
 if __name__ == "__main__":

@@ -439,6 +439,17 @@ def toy_kontext() -> ConfigDict:
     return config
 
 
+def toy_kontext_product() -> ConfigDict:
+    """The toy editor on photos of a product, scored by a judge, as the real ones are."""
+    config = toy_kontext()
+    config.train.reward_fn = {"consistency_for_editing": 1.0}
+    config.train.reward_fn_kwargs = {"consistency_for_editing": {"model": "PaCo-Reward-Toy"}}
+    config.test.reward_fn = config.train.reward_fn
+    guard(config, "kept_pixels")
+    product(config)
+    return config
+
+
 # --- changes that several configurations share ---------------------------------------------------
 
 
@@ -669,6 +680,18 @@ def fast(config: ConfigDict) -> None:
         config.train.max_sequence_length = 0  # no more padding than the longest prompt needs
 
 
+def product(config: ConfigDict) -> None:
+    """One product in new scenes, with an editor: photos of it are the references (docs/product.md).
+
+    The judge compares each photo, cut to its box, with the image. Surroundings may change.
+    """
+    config.dataset = "dataset/product"  # examples/product.py writes it
+    config.prompt_fn = "geneval_image"
+    judge = dict(config.train.reward_fn_kwargs.get("consistency_for_editing", {}))
+    judge["question"] = ["same_object", "editing_instruction"]
+    config.train.reward_fn_kwargs.consistency_for_editing = judge
+
+
 def paper_settings(config: ConfigDict, images: int, prompts: int, rank: int = 32) -> None:
     """What papers on objectives share: groups, global deviation, a LoRA on attention."""
     config.sample.num_images_per_prompt = images
@@ -752,6 +775,7 @@ SUFFIXES = {
     "_48gb": for_48gb,
     "_80gb": for_80gb,
     "_fast": fast,
+    "_product": product,
     "_nft": nft,
     "_awm": awm,
     "_dgpo": dgpo,

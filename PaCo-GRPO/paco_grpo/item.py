@@ -1,8 +1,10 @@
 """An entry of a prompt set. No torch here: the environment of a reward service need not have it."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Self
 
 from PIL import Image
@@ -44,6 +46,18 @@ class Item:
         """The first reference image."""
         return _read(self.references[0]) if self.references else None
 
+    @cached_property
+    def crops(self) -> tuple[Image.Image, ...]:
+        """The reference images, each cut to its box if the row's ``reference_boxes`` has one.
+
+        They stay in memory as long as the item, so ask a loaded one.
+        """
+        boxes = self.metadata.get("reference_boxes") or [None] * self.num_references
+        crops = []
+        for image, box in zip(self.images, boxes, strict=True):
+            crops.append(_cut(image, box) if box else image)
+        return tuple(crops)
+
     @property
     def num_references(self) -> int:
         """Number of reference images; none is read."""
@@ -52,6 +66,22 @@ class Item:
     def load(self) -> Self:
         """The same item with its reference images in memory; keep it only while it is needed."""
         return dataclasses.replace(self, references=self.images)
+
+
+def _cut(image: Image.Image, box: Sequence[float]) -> Image.Image:
+    """The pixels of ``image`` that ``box`` touches, at least one.
+
+    ``box``: left, top, right and bottom in shares of width and height.
+    """
+    left, top, right, bottom = box
+    return image.crop(
+        (
+            math.floor(left * image.width),
+            math.floor(top * image.height),
+            math.ceil(right * image.width),
+            math.ceil(bottom * image.height),
+        )
+    )
 
 
 def _read(reference: Reference) -> Image.Image:

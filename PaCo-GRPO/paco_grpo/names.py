@@ -4,7 +4,7 @@ Imports nothing of other packages, because reward services have only their own.
 """
 
 import difflib
-import importlib
+import importlib.util
 import inspect
 import runpy
 import sys
@@ -42,6 +42,15 @@ def find_function(place: str, known: Sequence[str] = ()) -> Any:
     if callable(found):
         return found
     raise ValueError(f"{place!r} is no function, but {found!r}")
+
+
+def source_of(place: str) -> str | None:
+    """The file of what is at ``place``, as for ``find_function``; None where it has none."""
+    module = place.rpartition(":")[0]
+    if module.lower().endswith(".py"):
+        return module
+    spec = importlib.util.find_spec(module)
+    return spec.origin if spec else None
 
 
 def in_words(error: BaseException, file: str) -> str:

@@ -25,7 +25,9 @@ REAL = [name for name in FUNCTIONS if name != "editing" and not name.startswith(
 SIZED = []
 for _name in REAL:
     for _suffix in _FILE["SUFFIXES"]:
-        if _suffix in SUFFIXES or _name in ("t2is", "t2is_variety", "kontext_editing", "ocr"):
+        is_example = _name in ("t2is", "t2is_variety", "kontext_editing", "ocr")
+        edits = _name == "kontext_editing" or _suffix != "_product"
+        if _suffix in SUFFIXES or (is_example and edits):
             SIZED.append(_name + _suffix)
 NAMES = sorted({*FUNCTIONS, *SIZED} - {"editing"})
 

@@ -105,3 +105,11 @@ class Late(Ppo):
 
     def noise_steps(self, epoch):
         return [1, 2 + epoch]
+
+
+class Unchosen(Ppo):
+    """Trains no step with seed 7."""
+
+    def steps(self, rollout, rng):
+        steps = super().steps(rollout, rng)
+        return [] if self.options.seed == 7 else steps

@@ -106,7 +106,7 @@ def test_what_unpacks_missing_images_is_named(config, data):
 
 def test_every_configuration_file_can_be_trained_with():
     files = list((ROOT / "config").glob("*.yaml"))
-    assert len(files) == 6
+    assert len(files) == 7
     for file in files:
         values = load_config(file)
         assert values["first_token_weight"] == 0.1, file

@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 
 import study
+import study_tables
 from paco_grpo.commands.evaluate import results
 from paco_grpo.options import read_options
 from paco_grpo.rewards.registry import short_name
@@ -23,6 +24,7 @@ RUNS = [(name, run) for name, runs in study.STUDIES.items() for run in runs]
 @pytest.mark.parametrize(("name", "run"), RUNS)
 def test_the_trainer_takes_the_options_of_every_run(name, run, monkeypatch):
     monkeypatch.chdir(study.GRPO)
+    monkeypatch.setenv("VLLM_PORT", "8123")
     key = KEY | {"study": name, "run": run, "seed": 3}
     config, *arguments = study.training_arguments(key)
     options, _ = read_options(["--config", f"config/grpo.py:{config}", *arguments])
@@ -30,6 +32,9 @@ def test_the_trainer_takes_the_options_of_every_run(name, run, monkeypatch):
     _, changes = study.STUDIES[name][run]
     assert {f"--config.{key}={value}" for key, value in changes.items()} <= set(arguments)
     assert (options.seed, options.test.seed) == (3, 1003)
+    kwargs = options.train.reward_fn_kwargs
+    ports = {kwargs[reward]["port"] for reward in study.JUDGED if reward in kwargs}
+    assert ports == (set() if name == "aggregation" else {8123})
     folder = study.GRPO / options.save_dir / options.run_name
     assert folder.resolve() == study.folder_of(key)
 
@@ -50,14 +55,14 @@ def test_the_results_of_a_run_become_rows(tmp_path, monkeypatch):
     agreement = study.agreement_of(checkpoint)
     assert agreement == {"oracle_w": 0.75, "oracle_b": 0.375, "oracle_w_minus_b": 0.375}
 
-    known = study.read_results()
+    known = study_tables.read_results()
     assert not known.duplicated([*study.KEY, "epochs"]).any()
-    monkeypatch.setattr(study, "RESULTS", tmp_path / "results.csv")
-    known.to_csv(study.RESULTS, index=False)
-    study.keep(KEY, [{"epochs": 0}, {"epochs": 2} | agreement])
-    extended = study.read_results()
+    monkeypatch.setattr(study_tables, "RESULTS", tmp_path / "results.csv")
+    known.to_csv(study_tables.RESULTS, index=False)
+    study_tables.add_results(KEY, [{"epochs": 0}, {"epochs": 2} | agreement])
+    extended = study_tables.read_results()
     assert len(extended) == len(known) + 2
-    last = study.trained(extended).iloc[-1]
+    last = study_tables.trained(extended).iloc[-1]
     assert last[list(KEY)].to_dict() == KEY
     assert last["epochs"] == 2
     assert last["diversity"] == 0.625
@@ -84,9 +89,9 @@ def test_a_run_is_of_the_judge_and_the_commit_that_it_was_trained_with(tmp_path,
         monkeypatch.setattr(study, "commit", lambda: commit)
         study.train_missing(["rewards"], ["kl_0.1", "variety"], [5], judge)
 
-    monkeypatch.setattr(study, "RESULTS", tmp_path / "results.csv")
+    monkeypatch.setattr(study_tables, "RESULTS", tmp_path / "results.csv")
     monkeypatch.setattr(study, "WORLD", tmp_path / "world")
-    pd.DataFrame([KEY]).to_csv(study.RESULTS, index=False)
+    pd.DataFrame([KEY]).to_csv(study_tables.RESULTS, index=False)
     monkeypatch.setattr(study.subprocess, "run", lambda *command, **options: None)
     monkeypatch.setattr(study, "train", train)
     for judge_weights, commit in [("1", "c"), ("1", "c"), ("2", "c"), ("1", "d+1f")]:
@@ -99,7 +104,7 @@ def test_a_run_is_of_the_judge_and_the_commit_that_it_was_trained_with(tmp_path,
     study_with("2", "c")
     assert [key["torch"] for key in trained] == [version("torch")] * 6 + ["2.99"] * 2
     assert len({study.folder_of(key) for key in trained}) == len(trained)
-    rows = study.read_results()[list(KEY)].to_dict("records")
+    rows = study_tables.read_results()[list(KEY)].to_dict("records")
     assert rows == [KEY, *trained]
     with pytest.raises(SystemExit, match="git"):
         study_with("1", "unknown")
@@ -108,9 +113,9 @@ def test_a_run_is_of_the_judge_and_the_commit_that_it_was_trained_with(tmp_path,
 
 
 def test_a_student_comes_after_a_teacher_of_another_seed(tmp_path, monkeypatch):
-    monkeypatch.setattr(study, "RESULTS", tmp_path / "results.csv")
+    monkeypatch.setattr(study_tables, "RESULTS", tmp_path / "results.csv")
     key = KEY | {"study": "methods", "run": "opd"}
-    pd.DataFrame([key | {"run": "dpo"}]).to_csv(study.RESULTS, index=False)
+    pd.DataFrame([key | {"run": "dpo"}]).to_csv(study_tables.RESULTS, index=False)
     trained = []
     monkeypatch.setattr(study, "train", lambda key: trained.append(key) or [{"epochs": 4}])
     study.finish(key)
@@ -144,8 +149,11 @@ def test_each_checkpoint_of_a_method_has_w_minus_b_and_its_teraflops(tmp_path, m
     assert rows["oracle_w_minus_b"].tolist()[1:] == [0.2, 0.6]
     assert len(commands) == 3  # the training, two evaluations
     other = rows.iloc[:2].assign(seed=5)
-    table = study.table(pd.concat([rows, other]))
-    assert table.splitlines()[-1].endswith(" 18.0, nan")
+    first, second = study_tables.tables(pd.concat([rows, other]), "methods").split("\n\n")
+    assert first.splitlines()[-1].endswith(" 18.0, nan")
+    of_epochs = [line.split()[-10:] for line in second.splitlines()[2:]]
+    shown = [(words[0], float(words[4]), float(words[7])) for words in of_epochs]
+    assert shown == [("4", 0.75, 0.2), ("12", 0.25, 0.6)]
 
 
 def test_teraflops_are_the_transformers_in_an_epoch():
@@ -158,23 +166,3 @@ def test_darkness_is_the_percentage_of_dark_pixels():
     image = Image.new("RGB", (8, 4), "gray")
     image.paste("black", (0, 0, 2, 4))
     assert darkness()([image, Image.new("RGB", (2, 2))], [None, None]).tolist() == [25, 100]
-
-
-def test_errors_are_between_seeds_and_of_one_judge():
-    rows = [
-        ("variety", "j1", "c", 0, -1.0),  # an evaluation on the way
-        ("variety", "j1", "c", 0, 0.1),
-        ("variety", "j1", "d", 1, 0.3),
-        ("gardo", "j1", "c", 0, 0.0),
-        ("gardo", "j1", "c", 1, 0.1),
-        ("variety", "j2", "c", 2, 0.9),
-    ]
-    finished = pd.DataFrame(rows, columns=["run", "judge", "commit", "seed", "oracle_w_minus_b"])
-    others = {"study": "rewards", "torch": None, "teraflops": None}
-    table = study.table(finished.assign(oracle_b=0.25, **others))
-    _, _, *lines = table.splitlines()
-    assert [" ".join(line.split()) for line in lines] == [
-        "variety j1 [0, 1] 0.750 ± 0.000 0.200 ± 0.100",
-        "gardo j1 [0, 1] 0.750 ± 0.000 0.050 ± 0.050",
-        "variety j2 [2] 0.750 ± nan 0.900 ± nan",
-    ]

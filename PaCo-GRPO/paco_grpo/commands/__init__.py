@@ -11,11 +11,13 @@ from paco_judge.arguments import Parser
 
 
 def start_logging(form: str = "%(message)s") -> bool:
-    """Log to standard error, of other processes than the main one only warnings.
+    """Log to standard error, of other processes than the main one only warnings, without bars.
 
     Returns whether this is the main process.
     """
     is_main = os.environ.get("RANK", "0") == "0"
+    if not is_main:
+        os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # read by transformers, too
     level = logging.INFO if is_main else logging.WARNING
     logging.basicConfig(level=level, format=form, datefmt="%H:%M:%S", stream=sys.stderr)
     for noisy in ("httpx", "httpcore", "torch.distributed"):

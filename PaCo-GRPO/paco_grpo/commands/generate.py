@@ -120,7 +120,12 @@ def items_to_draw(options: RunOptions, command: argparse.Namespace) -> list[Item
         paths = images[number : number + 1] if len(images) > 1 else images
         replacements = tuple(read_reference(path, f"--image {path}") for path in paths)
         references = replacements or item.references
-        numbered.append(dataclasses.replace(item, item_id=number, references=references))
+        metadata = dict(item.metadata)
+        if replacements:
+            metadata.pop("reference_boxes", None)  # of the images that are replaced
+        numbered.append(
+            dataclasses.replace(item, item_id=number, metadata=metadata, references=references)
+        )
     if len({item.num_references > 0 for item in numbered}) > 1:
         raise ConfigError(
             "some prompts edit an image and some do not: draw them with separate commands"

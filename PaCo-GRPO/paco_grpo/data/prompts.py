@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
 import pyarrow as pa
 from PIL import Image
@@ -32,6 +32,9 @@ def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"{path}: row {number}", row
 
 
+_Box = Annotated[list[float], Field(min_length=4, max_length=4)]
+
+
 class _Row(BaseModel):
     """What a row states; its other fields are for rewards."""
 
@@ -43,6 +46,9 @@ class _Row(BaseModel):
     open: bool | None = None
     category: str | None = None  # by which an evaluation groups its scores
     criteria: dict[str, dict[str, str | None] | None] | None = None  # {dimension: {name: text}}
+    # Of each reference image, where what must be kept is: left, top, right and bottom in shares of
+    # width and height. None: everywhere.
+    reference_boxes: list[_Box | None] | None = None
 
 
 def make_item(
@@ -58,6 +64,8 @@ def make_item(
         raise UserError(f"{where}: field {first_problem(error)}") from error
     if (fields.height is None) != (fields.width is None):
         raise UserError(f"{where}: fields 'height' and 'width' must be given together")
+    if fields.reference_boxes and references:
+        _check_boxes(fields.reference_boxes, len(references), where)
     return Item(
         item_id=number,
         prompt=fields.prompt,
@@ -67,6 +75,22 @@ def make_item(
         references=tuple(references),
         place=where,
     )
+
+
+def _check_boxes(boxes: Sequence[Sequence[float] | None], count: int, where: str) -> None:
+    """Raises UserError: They are not one for each of ``count`` images, or one is not inside."""
+    what = f"{where}: field 'reference_boxes'"
+    if len(boxes) != count:
+        raise UserError(f"{what} has {len(boxes)} boxes for {count} reference images")
+    for box in boxes:
+        if box is None:
+            continue
+        left, top, right, bottom = box
+        if not (0 <= left < right <= 1 and 0 <= top < bottom <= 1):
+            raise UserError(
+                f"{what} has {box}, which is not inside the image: a box is [left, top, right, "
+                "bottom] in shares of width and height"
+            )
 
 
 def load_prompts(

@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paco_grpo.data.prompts import find_kind, load_prompts
+from paco_grpo.data.prompts import KINDS, find_kind, load_prompts
+from paco_grpo.names import source_of
 from paco_grpo.options import ConfigError, RunOptions
 from paco_grpo.types import Item
 from paco_judge.errors import UserError
 from paco_judge.files import hash_value
-from paco_judge.identity import fingerprint
+from paco_judge.identity import fingerprint, joined
 
 
 @dataclass(frozen=True)
@@ -162,12 +163,23 @@ def load_items(sets: Sequence[PromptSet], split: str) -> list[Item]:
 def fingerprint_sets(sets: Sequence[PromptSet]) -> str | None:
     """One for the items of all prompt sets of a run; None: the only set is not here."""
     if not sets[0].name:
-        return fingerprint(sets[0].folder)
+        return _fingerprint(sets[0])
     contents = []
     for prompt_set in sets:
-        files = fingerprint(prompt_set.folder)
+        files = _fingerprint(prompt_set)
         contents.append((prompt_set.name, prompt_set.kind, prompt_set.is_open, files))
     return hash_value(contents)
+
+
+def _fingerprint(prompt_set: PromptSet) -> str | None:
+    """Of the files of a prompt set; with a function of your own, also of the code that reads them."""
+    files = fingerprint(prompt_set.folder)
+    if prompt_set.kind in KINDS:
+        return files
+    source = source_of(prompt_set.kind)
+    name = prompt_set.kind.rpartition(":")[2]
+    code = fingerprint(source) if source else None
+    return joined([files, None if code is None else f"{name}@{code}"])
 
 
 def divide(total: int, shares: Sequence[float]) -> list[int]:

@@ -15,6 +15,7 @@ import torch
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, ModelMixin
 from diffusers.loaders import PeftAdapterMixin
 from huggingface_hub import snapshot_download
+from huggingface_hub.utils import are_progress_bars_disabled
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from paco_grpo.names import find_function
@@ -104,6 +105,8 @@ def load_generator(options: RunOptions, device: torch.device | str) -> Diffusers
     # They warn of each truncated prompt, where we count them once.
     for name in ("diffusers", "transformers.tokenization_utils_base"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    if are_progress_bars_disabled():  # as on every process but one
+        diffusers.utils.logging.disable_progress_bar()
     pretrained = options.pretrained
     if policy_name(pretrained) == GENERIC:
         _log_generic(options)
@@ -176,7 +179,7 @@ def _usual_policy(pipeline: type[DiffusionPipeline]) -> str:
 def policy_of(pipeline: type[DiffusionPipeline], name: str | None = None) -> type[DiffusersPolicy]:
     """The class that drives pipelines of class ``pipeline``; ``name``: ``config.pretrained.policy``.
 
-    Raises PolicyLoadError: It cannot be imported.
+    Raises PolicyLoadError: It cannot be imported, or drives another transformer.
     """
     name = name or _usual_policy(pipeline)
     if name == GENERIC:
@@ -190,7 +193,21 @@ def policy_of(pipeline: type[DiffusionPipeline], name: str | None = None) -> typ
             f"config.pretrained.policy={name!r} is no subclass of DiffusersPolicy: see "
             "docs/recipes.md#a-generator"
         )
+    transformers = {_transformer_of(pipeline), _transformer_of(policy.pipeline_class)} - {None}
+    if len(transformers) > 1:
+        raise PolicyLoadError(
+            f"config.pretrained.policy={name!r} is for {policy.pipeline_class.__name__}, but "
+            f"config.pretrained.model is a {pipeline.__name__}; None takes the class that fits"
+        )
     return policy
+
+
+def _transformer_of(pipeline: type[DiffusionPipeline]) -> str | None:
+    """Name of the class of its transformer; None where it has no annotation."""
+    part = inspect.signature(pipeline.__init__).parameters.get("transformer")
+    if part is None or part.annotation is inspect.Parameter.empty:
+        return None
+    return getattr(part.annotation, "__name__", str(part.annotation))
 
 
 def pipeline_class(model_path: str | Path) -> type[DiffusionPipeline]:

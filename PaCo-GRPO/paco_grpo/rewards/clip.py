@@ -268,12 +268,12 @@ def _with_each_other(clip: Clip, batch_size: int) -> ScoreFn:
 
 
 def _with_references(clip: Clip, batch_size: int) -> ScoreFn:
-    """Mean cosine of an edited image with its reference images, in [−1, 1]."""
+    """Mean cosine of an edited image with its reference images (``Item.crops``), in [−1, 1]."""
 
     def score(images: Sequence[Image.Image], items: Sequence[Item]) -> np.ndarray:
         scores = []
         for image, item in zip(images, items, strict=True):
-            edited, *references = clip.images([image, *item.images], batch_size)
+            edited, *references = clip.images([image, *item.crops], batch_size)
             cosines = [float(edited @ reference) for reference in references]
             scores.append(np.mean(cosines))
         return np.array(scores)

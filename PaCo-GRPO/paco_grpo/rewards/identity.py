@@ -52,7 +52,8 @@ def kept_pixels(tolerance: float = TOLERANCE, min_changed: float = MIN_CHANGED) 
 def face_likeness(tolerance: float = TOLERANCE, min_changed: float = MIN_CHANGED) -> ScoreFn:
     """1 − distance of the largest face of each reference to the nearest one in the edit, in [0, 1].
 
-    Mean over references with a face; without any, the score is missing. 0 if the edit has no face.
+    Mean over references (``Item.crops``) with a face; without any, the score is missing. 0 if the
+    edit has no face.
     dlib's threshold for one person is a likeness of 0.4. It computes on the CPU.
 
     Args:
@@ -67,7 +68,7 @@ def face_likeness(tolerance: float = TOLERANCE, min_changed: float = MIN_CHANGED
         find = _finder()
         found = find(image)
         likenesses = []
-        for reference in item.images:
+        for reference in item.crops:
             faces = find(reference)
             if len(faces):
                 distances = np.linalg.norm(found - faces[0], axis=1)

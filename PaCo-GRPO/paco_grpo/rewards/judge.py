@@ -172,7 +172,8 @@ class ConsistencyForEditing(JudgeReward):
 
     ``question``: two, in this order, or one, whose P(Yes) is then the score. With several reference
     images, what is kept is asked about each of them and averaged, the instruction once with all
-    (``editing_instruction_several``).
+    (``editing_instruction_several``). Where an item's row has ``reference_boxes``, what is kept is
+    asked about the parts of the reference images that are in them.
     """
 
     question: str | Sequence[str] = EDITING
@@ -204,7 +205,8 @@ class ConsistencyForEditing(JudgeReward):
             if with_all:
                 parts.append([_pair(text, (*references, image))])
             else:
-                parts.append([_pair(text, (reference, image)) for reference in references])
+                shown = references if is_instruction else item.crops
+                parts.append([_pair(text, (reference, image)) for reference in shown])
 
         def score(p_yes: np.ndarray) -> float:
             if len(parts) == 1:

@@ -6,7 +6,6 @@ another process (``remote``), and not here.
 
 import contextlib
 import functools
-import importlib.util
 import inspect
 import json
 import logging
@@ -22,7 +21,7 @@ from PIL import Image
 from typing_extensions import override
 
 from paco_grpo.item import Item
-from paco_grpo.names import find_function, without_keys
+from paco_grpo.names import find_function, source_of, without_keys
 from paco_grpo.rewards.contract import Factory, Reward, RewardRun, ScoreFn
 from paco_judge.errors import UserError
 from paco_judge.files import write_json
@@ -265,10 +264,7 @@ class CheckedReward(Reward):
         module, _, name = self._place.rpartition(":")
         if module.startswith("paco_grpo."):
             return f"{module}:{name}"
-        source: str | None = module
-        if not module.lower().endswith(".py"):
-            spec = importlib.util.find_spec(module)
-            source = spec.origin if spec else None
+        source = source_of(self._place)
         return identity(source) if source else f"{module}:{name}"
 
     @override

@@ -6,10 +6,8 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -45,6 +43,7 @@ from paco_grpo.training.resume import (
 from paco_grpo.training.run import Run, RunRewards
 from paco_grpo.training.sample import GroupSampler, Sampler
 from paco_grpo.training.state import EMA, TrainState, make_plan
+from paco_grpo.training.summary import start_lines
 from paco_grpo.training.update import Updater
 from paco_judge.errors import UserError
 from paco_judge.files import locked, write_atomically
@@ -71,6 +70,7 @@ def build_run(options: RunOptions, configuration_name: str = "run") -> Run:
     folder = Path(options.save_dir).absolute() / name
     with contextlib.ExitStack() as claim:  # without an error, ``Run.close`` ends it
         main_decides(strategy.accelerator, lambda: claim_folder(folder, claim))
+        logger.info("%s in %s (config.yaml, plan.json)", configuration_name, folder)
         try:
             run = _build(options, name, strategy, folder, claim)
         except torch.OutOfMemoryError as error:
@@ -247,7 +247,7 @@ def _optimizer(train: TrainOptions, parameters: list[torch.nn.Parameter]) -> tor
 
 
 def record_start(run: Run) -> None:
-    """Write config.yaml and plan.json, and log the most important numbers (main process).
+    """Write config.yaml and plan.json, and log what matters of them (main process).
 
     Call it after the checkpoint is loaded, so that a refused resume keeps the old files.
     """
@@ -266,20 +266,7 @@ def record_start(run: Run) -> None:
     texts = {"config.yaml": options_to_yaml(run.options), "plan.json": json.dumps(plan, indent=1)}
     for name, text in texts.items():
         write_atomically(run.folder / name, text)
-    logger.info("%s: config.yaml and plan.json are written", run.folder)
-    logger.info("%s", _in_words(run, plan))
+    for line in start_lines(run, plan):
+        logger.info("%s", line)
     for note in run.plan.notes:
         logger.warning("%s", note)
-
-
-def _in_words(run: Run, plan: Mapping[str, Any]) -> str:
-    """The numbers of ``plan`` that decide what an epoch costs, in two lines."""
-    shares = plan.get("prompts_of_sets", {})
-    of_sets = ", ".join(f"{name} {prompts}" for name, prompts in shares.items())
-    steps = run.options.train.num_inner_epochs * plan["gradient_steps"]
-    return (
-        f"an epoch: {plan['prompts']} prompts{f' ({of_sets})' if of_sets else ''} × "
-        f"{plan['images_per_prompt']} images = {plan['samples']}; optimizer steps: {steps}\n"
-        f"processes: {plan['num_processes']} ({plan['device']}, {plan['engine']}), each with "
-        f"{plan['samples_per_process']} images in batches of {plan['sample_batch_size']}"
-    )

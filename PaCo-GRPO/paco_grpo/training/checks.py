@@ -58,6 +58,9 @@ def check_run(options: RunOptions) -> None:
             f"use_lora=False cannot be used with train.loss_type={train.loss_type!r}: "
             "its old policy, or its teacher, is an adapter"
         )
+    if objective and not problems:
+        problem = noise_step_problem(options, objective)
+        problems += [problem] if problem else []
     try:
         problems += model_problems(options)
     except PolicyLoadError as error:
@@ -66,6 +69,22 @@ def check_run(options: RunOptions) -> None:
         raise ConfigError("\n".join(f"config.{problem}" for problem in problems))
     for warning in questionable(options, objective):
         logger.warning("config.%s", warning)
+
+
+def noise_step_problem(options: RunOptions, objective: Objective) -> str | None:
+    """The first epoch in which ``train.timesteps`` allows none of the noise steps, in a line."""
+    train = options.train
+    chooses_itself = type(objective).steps is not Objective.steps
+    if train.timesteps is None or chooses_itself or not objective.needs_noise_steps:
+        return None
+    for epoch in range(options.num_epochs):
+        steps = list(objective.noise_steps(epoch))
+        if not set(steps).intersection(train.timesteps):
+            return (
+                f"train.timesteps={train.timesteps} has no step of {train.loss_type!r} in epoch "
+                f"{epoch + 1}: noise_steps({epoch}) returns {steps}"
+            )
+    return None
 
 
 def check_adapters(options: RunOptions) -> None:

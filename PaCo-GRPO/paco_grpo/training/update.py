@@ -323,7 +323,13 @@ class Updater:
     def _trained_indices(self, rollouts: Rollouts, epoch: int, inner_epoch: int) -> Sequence[int]:
         """Steps of the schedule to train on, the same for all samples of a pass."""
         words = [Stream.TRAINED_STEPS, self.options.seed, epoch, inner_epoch]
-        return self.objective.steps(rollouts.samples[0], np.random.default_rng(words))
+        steps = self.objective.steps(rollouts.samples[0], np.random.default_rng(words))
+        if len(steps) == 0:
+            raise ConfigError(
+                f"config.train.loss_type={self.options.train.loss_type!r}: steps chooses no step "
+                f"of epoch {epoch + 1}"
+            )
+        return steps
 
     def _blend_snapshots(self, every_step: bool) -> None:
         """Move the snapshots of each step, or of each epoch, toward the trained weights."""

@@ -94,6 +94,61 @@ def test_arrow_editing(tmp_path, form):
     ]
 
 
+def two_colors() -> bytes:
+    """12x8 pixels: red, and blue from the fourth column and second row on."""
+    image = Image.new("RGB", (12, 8), "red")
+    image.paste("blue", (3, 1, 12, 8))
+    buffer = io.BytesIO()
+    image.save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "arrow", "parquet"])
+def test_references_are_cut_to_their_boxes(tmp_path, suffix):
+    boxes = [[0.25, 0.125, 0.75, 1], None]
+    if suffix == "jsonl":
+        first = {"prompt": "x", "images": ["c.png", "a.png"], "reference_boxes": boxes}
+        second = {"prompt": "y", "image": "b.png", "reference_boxes": [[0, 0.3, 0.01, 0.31]]}
+        write_jsonl(tmp_path, first, second, {"prompt": "z", "image": "c.png"})
+        (tmp_path / "c.png").write_bytes(two_colors())
+    else:
+        write(
+            tmp_path / f"train.{suffix}",
+            prompt=["x", "y", "z"],
+            images=[[two_colors(), RED], [BLUE], [two_colors()]],
+            reference_boxes=[boxes, [[0, 0.3, 0.01, 0.31]], None],
+        )
+    kind = "geneval_image" if suffix == "jsonl" else "arrow_editing"
+    several, small, whole = load_prompts(tmp_path, "train", kind)
+    part, red = several.load().crops
+    assert (part.size, part.getcolors()) == ((6, 7), [(42, (0, 0, 255))])
+    assert (red, several.images[0].size) == (several.images[1], (12, 8))
+    assert small.crops[0].size == (1, 1)
+    loaded = whole.load()
+    assert loaded.crops[0] is loaded.image
+
+
+@pytest.mark.parametrize(
+    "boxes",
+    [
+        [[0.5, 0, 0.5, 1]],
+        [[-0.1, 0, 1, 1]],
+        [[0, 0.2, 1, 1.01]],
+        [[3, 1, 12, 8]],
+        [[0, 1, 1, 0]],
+        [[0, 0, 1]],
+        [None, None],
+        [0, 0, 1, 1],
+    ],
+)
+def test_a_box_that_is_not_inside_its_image_is_refused(tmp_path, boxes):
+    row = {"prompt": "x", "image": "a.png", "reference_boxes": boxes}
+    write_jsonl(tmp_path, row | {"reference_boxes": [None]}, row)
+    with pytest.raises(UserError, match=r"row 2: field '?reference_boxes") as error:
+        load_prompts(tmp_path, "train", "geneval_image")
+    assert "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("columns", "named"),
     [

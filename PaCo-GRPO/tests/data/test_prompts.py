@@ -7,8 +7,9 @@ import textwrap
 import pytest
 
 from paco_grpo.data.prompts import load_prompts, read_items
-from paco_grpo.data.sets import has_references
+from paco_grpo.data.sets import fingerprint_sets, has_references, prompt_sets
 from paco_grpo.options import RunOptions
+from paco_grpo.options.schema import DatasetOptions
 from paco_judge.errors import UserError
 
 GRID = "1x2 grid of a cat. [LEFT]: asleep. [RIGHT]: awake."
@@ -135,3 +136,35 @@ def test_a_field_of_another_type_is_refused(tmp_path, row, named):
 def test_other_errors_name_file_and_place(tmp_path, row, named):
     with pytest.raises(UserError, match=f"train_metadata.jsonl.*{named}"):
         load_prompts(write(tmp_path, {"prompt": GRID}, row), "train")
+
+
+def test_code_that_reads_a_set_is_part_of_its_identity(tmp_path, monkeypatch):
+    """Of one or several sets, in a module or a file; a format of ours counts by its files alone."""
+    folder = write(tmp_path, {"prompt": GRID})
+    for name, scale in (("one_reader", 2), ("two_reader", 3)):
+        (tmp_path / f".{name}").mkdir()
+        code = f"def rows(folder, split): return [{scale}]\ndef others(folder, split): return []"
+        (tmp_path / f".{name}" / f"{name}.py").write_text(code)
+        monkeypatch.syspath_prepend(tmp_path / f".{name}")
+    kinds = ["geneval", "one_reader:rows", "one_reader:others", "two_reader:rows"]
+    identities = {kind: fingerprint_sets(sets_of(folder, kind)) for kind in kinds}
+    of_two = {kind: fingerprint_sets(sets_of(folder, kind, "text")) for kind in kinds}
+    assert len(set(identities.values())) == len(set(of_two.values())) == 4
+    file = tmp_path / ".one_reader" / "one_reader.py"
+    assert fingerprint_sets(sets_of(folder, f"{file}:rows")) == identities["one_reader:rows"]
+    file.write_text(f"{file.read_text()}\n")
+    for kind in kinds:
+        changed = kind.startswith("one_reader")
+        assert (fingerprint_sets(sets_of(folder, kind)) != identities[kind]) == changed
+        assert (fingerprint_sets(sets_of(folder, kind, "text")) != of_two[kind]) == changed
+
+
+def sets_of(folder, kind, second=None):
+    """The sets of options with one folder, or with two that have its files."""
+    if second is None:
+        return prompt_sets(RunOptions(dataset=str(folder), prompt_fn=kind))
+    tables = {
+        "a": DatasetOptions(folder=str(folder), prompt_fn=kind),
+        "b": DatasetOptions(folder=str(folder), prompt_fn=second),
+    }
+    return prompt_sets(RunOptions(datasets=tables))

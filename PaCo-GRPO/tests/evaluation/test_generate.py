@@ -167,6 +167,12 @@ def test_a_file_has_the_items_of_the_evaluation(tmp_path):
     items = items_of("toy_kontext", ["p"], "test_metadata.jsonl", tmp_path / "train3.png")
     given = load_prompts(tmp_path, "train", "geneval_image")[3].images
     assert [item.images for item in items] == [given] * 3
+    row = {"prompt": "r", "image": "train3.png", "reference_boxes": [[0.5, 0, 1, 0.5]]}
+    (tmp_path / "boxes.jsonl").write_text(json.dumps(row))
+    (item,) = items_of("toy_kontext", [], "boxes.jsonl")
+    assert item.crops != item.images
+    (item,) = items_of("toy_kontext", [], "boxes.jsonl", tmp_path / "train2.png")
+    assert item.crops == item.images  # the box is the other image's
     items = items_of("toy_t2is", ["p", "q"], "test_metadata.jsonl")
     assert [item.num_references for item in items] == [0] * 3
     (tmp_path / "lines.txt").write_text(" a\u2028b\x85c \n\nd\n", encoding="utf-8")

@@ -14,6 +14,7 @@ from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
 from paco_grpo.options import ConfigError
 from paco_grpo.options.schema import PretrainedOptions
 from paco_grpo.policies import PolicyLoadError, load_policy, policy_class
+from paco_grpo.policies.diffusers_policy import DiffusersPolicy
 from paco_grpo.policies.models import load_models
 from paco_grpo.training.checks import check_run
 from paco_judge.errors import UserError
@@ -51,7 +52,9 @@ def test_no_code_of_a_model_runs(model, monkeypatch):
     [
         ("import torch\nraise RuntimeError('needs a B200')", "RuntimeError: needs a B200 .*line 2"),
         ("class Mine:\n    pass", "no subclass of DiffusersPolicy"),
+        ("from paco_grpo.policies.z_image import ZImagePolicy as Mine", "ZImageP.*FluxPipeline"),
         ("from paco_grpo.policies.flux import FluxPolicy\nclass Mine(FluxPolicy): pass", None),
+        ("from paco_grpo.policies.flux_kontext import FluxKontextPolicy as Mine", None),
     ],
 )
 def test_a_policy_of_ones_own(tiny_flux_dir, tmp_path, monkeypatch, code, words):
@@ -61,7 +64,7 @@ def test_a_policy_of_ones_own(tiny_flux_dir, tmp_path, monkeypatch, code, words)
     option = ("pretrained.policy", f"{name}:Mine")
     options = load_named("toy_t2is", ("pretrained.model", str(tiny_flux_dir)), option)
     if words is None:
-        assert policy_class(options.pretrained).__name__ == "Mine"
+        assert issubclass(policy_class(options.pretrained), DiffusersPolicy)
         return
     with pytest.raises(ConfigError, match=rf"^config\.pretrained\.policy='{name}:Mine'.*{words}"):
         check_run(options)

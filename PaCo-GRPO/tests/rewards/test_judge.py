@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 
 import numpy as np
 import pytest
@@ -167,6 +168,30 @@ def test_editing_is_the_geometric_mean_of_kept_and_followed(judge, tmp_path):
     assert own([IMAGE], [several]) == pytest.approx([of_each])
     with judge_without([ITEM.image, IMAGE]) as silent:
         assert np.isnan(ConsistencyForEditing(silent.url)([IMAGE], [ITEM])).all()
+
+
+def test_what_is_kept_is_asked_about_the_boxes_of_the_references(judge):
+    """The instruction is asked about whole references, as the generator saw them."""
+    references = tuple(IMAGES[4:7])
+    boxes = [[0.25, 0.1, 0.8, 0.5], None, [0.0, 0.49, 0.37, 1]]
+    item = Item(
+        4, "show it in the snow", metadata={"reference_boxes": boxes}, references=references
+    )
+    shown = []
+    for image, box in zip(references, boxes, strict=True):
+        (left, right), (top, bottom) = np.reshape(box or [0, 0, 1, 1], (2, 2)).T
+        rows = slice(math.floor(top * image.height), math.ceil(bottom * image.height))
+        columns = slice(math.floor(left * image.width), math.ceil(right * image.width))
+        shown.append(Image.fromarray(np.asarray(image)[rows, columns]))
+    assert shown[0].size != references[0].size
+    text = load_question("same_object").text()
+    same = np.mean([p_yes(crop, IMAGE, text) for crop in shown])
+    text = load_question("editing_instruction_several").text(instruction=item.prompt)
+    followed = p_yes(*references, IMAGE, text)
+    reward = ConsistencyForEditing(judge.url, question=["same_object", "editing_instruction"])
+    assert reward([IMAGE], [item]) == pytest.approx([np.sqrt(same * followed)])
+    alone = ConsistencyForEditing(judge.url, question="same_object")
+    assert alone([IMAGE], [item]) == pytest.approx([same])
 
 
 def test_grid_layout_asks_about_one_image():

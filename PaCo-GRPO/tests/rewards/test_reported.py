@@ -182,5 +182,11 @@ def test_likeness_is_of_the_largest_face_of_each_reference(packages, monkeypatch
     items = []
     for number, (_, references, _) in enumerate(cases):
         items.append(Item(number, "edit", references=tuple(map(picture, references))))
-    scores = built("face_likeness")([picture(color) for color, *_ in cases], items)
+    images = [picture(color) for color, *_ in cases]
+    scores = built("face_likeness")(images, items)
     assert scores == pytest.approx([score for *_, score in cases], nan_ok=True)
+    two_people = picture(10)
+    two_people.paste(picture(20), (4, 0))
+    row = {"reference_boxes": [[0.5, 0, 1, 1]]}
+    item = Item(7, "edit", metadata=row, references=(two_people,))
+    assert built("face_likeness")(images[:1], [item]) == pytest.approx([0.55])

@@ -1,6 +1,7 @@
 """Local scorers with tiny weights of the same architectures, against a direct computation."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -85,6 +86,10 @@ def test_an_edit_is_compared_with_all_of_its_references(tiny_open_clip):
     first, second, edited = clip.images(IMAGES, 3)
     expected = (first @ edited + second @ edited) / 2
     item = Item(0, "edit", references=tuple(IMAGES[:2]))
+    assert reward(IMAGES[2:], [item]) == pytest.approx([expected.item()], abs=1e-6)
+    (part,) = clip.images([IMAGES[1].crop((0, 0, IMAGES[1].width // 2, IMAGES[1].height))], 3)
+    item = replace(item, metadata={"reference_boxes": [None, [0, 0, 0.5, 1]]})
+    expected = (first @ edited + part @ edited) / 2
     assert reward(IMAGES[2:], [item]) == pytest.approx([expected.item()], abs=1e-6)
     with pytest.raises(ValueError, match="reference_clipI"):
         reference_clipI.check_item(Item(0, "no reference"))

@@ -114,3 +114,17 @@ def test_noise_outside_of_the_schedule_is_refused(make):
     run.state.epoch = 1
     with pytest.raises(ConfigError, match=r"noise_steps\(1\) returns \[1, 3\].* steps 0 to 2"):
         sampled(run)
+
+
+def test_noise_steps_that_are_never_trained_are_refused_at_the_start(make):
+    """In the third of three epochs, noise is at the steps 2 and 3."""
+    changes = {"sample__num_steps": 5, "sample__noise_steps": "0,1,2,3", "train__timesteps": "0,1"}
+    make("own_objectives:Window", num_epochs=2, **changes)
+    with pytest.raises(ConfigError, match=r"config\.train\.timesteps.*noise_steps\(2\).*2, 3"):
+        make("own_objectives:Window", num_epochs=3, **changes)
+
+
+def test_an_objective_that_chooses_no_step_is_refused(make):
+    run = make("own_objectives:Unchosen", seed=7)
+    with pytest.raises(ConfigError, match="'own_objectives:Unchosen': steps .*epoch 1"):
+        update(run, sampled(run)[0], ADVANTAGES, np.ones(8, bool))

@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 
 from paco_judge.arguments import Parser
 from paco_judge.errors import UserError, run_command
+from paco_judge.files import read_json
 from paco_judge.questions import EDITING, add_form_arguments, form_of
 from paco_reward import demo, score, suspects
 from paco_reward.options import (
@@ -75,6 +76,12 @@ def _parser() -> argparse.ArgumentParser:
         help="name in dataset_info.json; several, with commas, are also reported each",
     )
     accuracy.add_argument("--output", help="write the numbers as JSON to this file")
+    accuracy.add_argument(
+        "--before",
+        type=Path,
+        metavar="FILE",
+        help="also print a table beside the numbers that an earlier --output has of another judge",
+    )
     accuracy.set_defaults(command=_accuracy)
 
     score.add_parser(commands)
@@ -103,8 +110,11 @@ def _export(args: argparse.Namespace) -> int:
 def _accuracy(args: argparse.Namespace) -> int:
     """Measure and print; the exit status is 0 only if every pair has a score."""
     from paco_reward.datasets import FilePairs, labeled_pairs
-    from paco_reward.metrics import measure
+    from paco_reward.metrics import comparison, measure
 
+    before = read_json(args.before) if args.before else None
+    if before is not None and before["dataset"] != args.dataset:
+        raise UserError(f"{args.before} is of --dataset {before['dataset']}, not of {args.dataset}")
     if args.output:
         Path(args.output).parent.mkdir(parents=True, exist_ok=True)
     rows: list = []
@@ -120,6 +130,8 @@ def _accuracy(args: argparse.Namespace) -> int:
     report |= measure(load_scorer(args), FilePairs(rows), labels, kinds)
     text = json.dumps(report, indent=2)
     print(text, flush=True)
+    if before is not None:
+        print(comparison(before, report))
     if args.output:
         Path(args.output).write_text(text + "\n", encoding="utf-8")
     return 0 if report["missing"] == 0 else 1
@@ -141,6 +153,14 @@ def _add_build_parser(commands: "argparse._SubParsersAction[argparse.ArgumentPar
         help="your own labeled pairs, .jsonl, .csv or .json: image1, image2, label (Yes or No) or "
         "score (0 to 1), and optional theme and reason",
     )
+    add(
+        "--mend",
+        **file,
+        help="labels of a judge's mistakes, as --pairs or --editing: written beside the --beside data "
+        "sets of --output as NAME_mend_train, repeated to be a tenth of all. None is left out to "
+        "balance them, and none is for testing without --test_share",
+    )
+    add("--beside", metavar="NAMES", help="data sets in --output that are trained on with --mend")
     ranked = parser.add_mutually_exclusive_group()
     reasons = parser.add_mutually_exclusive_group()
     add("--grids", **folder, help="grid images: named in the metadata, <idx>/*, <idx>.png")
@@ -232,10 +252,9 @@ def _add_build_parser(commands: "argparse._SubParsersAction[argparse.ArgumentPar
     add(
         "--test_share",
         type=fraction,
-        default=0.05,
-        help="share of the groups for testing: pairs of a theme, or of --pairs and edits those with "
+        help="share of the groups for testing (default 0.05; with --mend 0): pairs of a theme, or of --pairs and edits those with "
         "common images, stay together. Each question has at least one group with each answer, if "
-        "half of those pairs stay in training; 0: no pairs for testing (default %(default)s)",
+        "half of those pairs stay in training; 0: no pairs for testing",
     )
     add("--seed", type=int, default=42, help="decides every random choice (default %(default)s)")
     add(
@@ -249,10 +268,17 @@ def _add_build_parser(commands: "argparse._SubParsersAction[argparse.ArgumentPar
 
 def check_build(options: argparse.Namespace) -> None:
     """Check what argparse does not, before anything is read or cut. Raises UserError."""
-    if options.pairs and (options.grids or options.editing):
-        raise UserError("--pairs make data sets of their own: run them alone")
-    if not (options.pairs or options.grids or options.editing):
-        raise UserError("nothing to build from: give --pairs, --grids or --editing")
+    inputs = [options.mend, options.pairs, options.grids or options.editing]
+    if sum(map(bool, inputs)) > 1:
+        raise UserError("--pairs and --mend make data sets of their own: run each alone")
+    if not any(inputs):
+        raise UserError("nothing to build from: give --pairs, --grids, --editing or --mend")
+    if bool(options.mend) != bool(options.beside):
+        raise UserError("--mend and --beside need each other")
+    if options.mend and (options.reasons or options.server):
+        raise UserError("--mend takes labels and reasons of its file only, and no --server")
+    if options.test_share is None:
+        options.test_share = 0.0 if options.mend else 0.05
     if bool(options.grids) != bool(options.metadata):
         raise UserError("--grids and --metadata need each other")
     if options.grids and not (options.rankings or options.server or options.sets_only):

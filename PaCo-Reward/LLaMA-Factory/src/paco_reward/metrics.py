@@ -6,7 +6,7 @@ training's evaluation: the first reduces the logits of a batch, the second all a
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -81,6 +81,20 @@ def measure(
             is_kind = np.array(kinds) == kind
             report["kinds"][kind] = judge_report(scores[is_kind], np.array(labels)[is_kind])
     return report
+
+
+def comparison(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """Two judges' ``measure`` on the same data sets, as Markdown: a row for each data set."""
+    rows = [["data set", "pairs", "accuracy before", "after", "AUC before", "after"], ["---"] * 6]
+    for name, now in (after.get("kinds") or {after["dataset"]: after}).items():
+        earlier = (before.get("kinds") or {name: before})[name]
+        cells = [name, str(now["n"])]
+        for measured in ("accuracy", "auc"):
+            for report in (earlier, now):
+                value = report[measured]
+                cells.append("–" if value is None else f"{value:.3f}")
+        rows.append(cells)
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
 
 
 class AnswerStatistics(NamedTuple):

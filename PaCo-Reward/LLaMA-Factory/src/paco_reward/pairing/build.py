@@ -34,7 +34,7 @@ from paco_judge.questions import (
 )
 from paco_reward.datasets import pair_prefix
 from paco_reward.options import MAX_CONCURRENCY
-from paco_reward.pairing import answers, files, inputs, own_pairs, select
+from paco_reward.pairing import answers, files, inputs, mend, own_pairs, select
 from paco_reward.pairing.files import COT, PARTS, TEST, TRAIN
 from paco_reward.pairing.inputs import EditRow, PromptItem, Ranking, ReasonRow
 from paco_reward.pairing.own_pairs import OwnPairs
@@ -62,6 +62,7 @@ class Inputs:
     reasons: dict[frozenset[str], ReasonRow] | None = None  # written by people
     judge: answers.Judge | None = None
     user_pairs: OwnPairs | None = None
+    num_beside: int = 0  # pairs that labels of --mend come beside
 
 
 def build(options: Namespace) -> dict[str, dict[str, Any]]:
@@ -71,7 +72,10 @@ def build(options: Namespace) -> dict[str, dict[str, Any]]:
     OSError, UserError).
     """
     read = read_inputs(options)
-    files.claim(options.output, _identity(options, read), options.name, options.continue_unknown)
+    if not options.mend:  # which adds to a data set, whoever has built it
+        files.claim(
+            options.output, _identity(options, read), options.name, options.continue_unknown
+        )
     stats = {}
 
     def step(name: str, label_pairs: Callable, questions: Sequence[Question]) -> None:
@@ -91,10 +95,12 @@ def build(options: Namespace) -> dict[str, dict[str, Any]]:
 
     if read.items:
         step(options.name, theme_pairs, (read.question,))
+    editing_name = f"{options.name}{mend.SUFFIX}" if options.mend else EDITING_NAME
     if read.edits and not options.sets_only:
-        step(EDITING_NAME, editing_pairs, read.editing_questions)
+        step(editing_name, editing_pairs, read.editing_questions)
     if read.user_pairs:
-        step(options.name, user_pairs, tuple(read.user_pairs.questions.values()))
+        name = f"{options.name}{mend.SUFFIX}" if options.mend else options.name
+        step(name, user_pairs, tuple(read.user_pairs.questions.values()))
     file = options.output / STATS
     before = read_json(file) if file.exists() else {}
     write_json(file, before | stats)
@@ -120,8 +126,13 @@ def read_inputs(options: Namespace) -> Inputs:
         )
         client.check()
         read.judge = answers.Judge(client, options.continue_unknown)
-    if options.pairs:
-        read.user_pairs = own_pairs.read_pairs(options.pairs, options.question, options.min_gap)
+    if options.mend:
+        read.num_beside = mend.count_beside(options)
+    if options.mend and mend.are_edits(options):
+        read.edits = inputs.read_edits(options.mend, has_server=False)
+    elif options.pairs or options.mend:
+        file = options.pairs or options.mend
+        read.user_pairs = own_pairs.read_pairs(file, options.question, options.min_gap)
     problems = inputs.Problems()
     for asked in (question, *read.editing_questions):
         with problems.of(f"question {asked.name}"):
@@ -253,14 +264,18 @@ def _write(
             raise UserError(_nothing_left("sets", counts))
         return {}
     pairs = clean(labeled, options, counts)
-    testing = testing_groups(pairs, read.items, options)
-    parts = split(pairs, testing, options.seed, counts)
+    if options.mend:
+        parts = mend.parts_of(pairs, options, read.num_beside, counts)
+    else:
+        testing = testing_groups(pairs, read.items, options)
+        parts = split(pairs, testing, options.seed, counts)
     has_reasons = options.reasons or read.reasons is not None and name != EDITING_NAME
     if has_reasons:
         parts = with_reasons(parts, options, read, counts)
     if not any(parts.values()):
         raise UserError(_nothing_left("balanced pairs", counts))
-    _warn_of_few(parts, options)
+    if not options.mend:
+        _warn_of_few(parts, options)
     full_name = f"{name}{COT}" if has_reasons else name
     datasets = {}
     for part, pairs in parts.items():
@@ -277,7 +292,8 @@ def clean(labeled: Sequence[LabeledPair], options: Namespace, counts: Counter) -
     """
     images = {image for pair in labeled for image in (pair.first, pair.second)}
     leader = select.leaders(images, options.output, options.duplicate_bits)
-    original = {image: image for image in images} if options.pairs else leader
+    are_own = options.pairs or options.mend
+    original = {image: image for image in images} if are_own else leader
     pairs = select.without_duplicates(select.shuffled(labeled, options.seed), original, counts)
     return select.with_groups(pairs, leader)
 

@@ -1,0 +1,73 @@
+"""`build-dataset --mend FILE`: labels of a judge's mistakes, beside the pairs it is trained on."""
+
+import logging
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from paco_judge.errors import UserError
+from paco_judge.files import read_json_rows
+from paco_reward.datasets import load_examples
+from paco_reward.pairing import select
+from paco_reward.pairing.files import TEST, TRAIN
+from paco_reward.pairing.select import LabeledPair
+
+SUFFIX = "_mend"  # of the data sets' name
+SHARE = 0.1  # of the labels, of all training pairs
+
+logger = logging.getLogger(__name__)
+
+
+def are_edits(options: Namespace) -> bool:
+    """Whether the labels are about edits: they have a ``source``."""
+    rows = [] if options.mend.suffix.lower() == ".csv" else read_json_rows(options.mend)
+    return bool(rows) and "source" in rows[0]
+
+
+def count_beside(options: Namespace) -> int:
+    """The pairs that the labels come beside. Raises UserError: A data set cannot be read."""
+    count = 0
+    for name in options.beside.split(","):
+        examples = load_examples(options.output, name.strip())
+        if examples is None:
+            raise UserError(f"data set {name.strip()} is no local ShareGPT file")
+        count += len(examples)
+    return count
+
+
+def kept_back(pairs: Sequence[LabeledPair], share: float, seed: int) -> set[str]:
+    """Groups for testing: whole ones, together at most ``share`` of the pairs."""
+    sizes = Counter(pair.group for pair in pairs)
+    left = round(share * len(pairs))
+    testing = set()
+    for group in sorted(sizes, key=lambda group: select.order_key(seed, "split", group)):
+        if sizes[group] <= left:
+            testing.add(group)
+            left -= sizes[group]
+    return testing
+
+
+def parts_of(
+    pairs: Sequence[LabeledPair], options: Namespace, num_beside: int, counts: Counter
+) -> Mapping[str, list[LabeledPair]]:
+    """All pairs as TRAIN and TEST; those of TRAIN so often that they are SHARE of an epoch."""
+    testing = kept_back(pairs, options.test_share, options.seed)
+    train = [pair for pair in pairs if pair.group not in testing]
+    if not train:
+        raise UserError(f"{options.mend} has no labels for training; see --test_share")
+    repeats = max(1, round(num_beside * SHARE / (1 - SHARE) / len(train)))
+    counts["labels_for_training"] = len(train)
+    counts["labels_for_testing"] = len(pairs) - len(train)
+    counts["times_repeated"] = repeats
+    total = num_beside + repeats * len(train)
+    num_yes = sum(pair.label for pair in train)
+    logger.info(
+        "%d Yes and %d No for training, each %d times: %d of the %d pairs of an epoch (%.1f %%)",
+        num_yes,
+        len(train) - num_yes,
+        repeats,
+        repeats * len(train),
+        total,
+        100 * repeats * len(train) / total,
+    )
+    return {TRAIN: train * repeats, TEST: [pair for pair in pairs if pair.group in testing]}

@@ -1,0 +1,81 @@
+"""Write a prompt set of one product: your photos of it, and scenes that should show it.
+
+python examples/product.py PHOTOS scenes.txt PaCo-GRPO/dataset/product --references 2
+
+PHOTOS is a folder of .jpg, .png or .webp files. Its boxes.json may have a box around the product:
+left, top, right and bottom in pixels, {"front.jpg": [120, 80, 860, 940]}. A line of scenes.txt is an
+instruction, such as "Show this shoe on wet asphalt". Every fifth scene is for evaluations.
+Not every editor takes several references (docs/real-weights.md#models).
+"""
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+
+from paco_grpo.data.prompts import load_prompts
+from paco_judge.images import FORMATS, read_image
+
+SUFFIXES = {".jpg", *(f".{name.lower()}" for name in FORMATS)}
+
+
+def boxes_of(photos):
+    """{file: box in shares of width and height, or None} of the photos in a folder."""
+    file = photos / "boxes.json"
+    in_pixels = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    paths = [path for path in sorted(photos.iterdir()) if path.suffix.lower() in SUFFIXES]
+    unknown = in_pixels.keys() - {path.name for path in paths}
+    if unknown:
+        raise SystemExit(f"error: {file} names {min(unknown)!r}, which is no photo in {photos}")
+    boxes = {}
+    for path in paths:
+        box = in_pixels.get(path.name)
+        if box is not None:
+            image = read_image(path)  # upright: a camera may have stored it turned
+            left, top, right, bottom = box
+            if not (0 <= left < right <= image.width and 0 <= top < bottom <= image.height):
+                size = f"{image.width}x{image.height}"
+                raise SystemExit(
+                    f"error: {file}: the box {box} is outside {path.name}, which has {size} pixels"
+                )
+            width, height = image.size
+            box = [left / width, top / height, right / width, bottom / height]
+        boxes[path] = box
+    return boxes
+
+
+def write(photos, scenes, folder, references):
+    """Each scene with each photo first, and the next ones after it."""
+    boxes = boxes_of(photos)
+    lines = [line.strip() for line in scenes.read_text(encoding="utf-8").splitlines()]
+    lines = [line for line in lines if line]
+    if not 1 <= references <= len(boxes) or len(lines) < 5:
+        raise SystemExit(
+            f"error: {len(lines)} scenes and {len(boxes)} photos, but at least five scenes and "
+            f"{references} photos are needed"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in boxes:
+        shutil.copy(path, folder)
+    in_turn = [*boxes, *boxes]
+    for split in ("train", "test"):
+        rows = []
+        for number, scene in enumerate(lines):
+            if (number % 5 == 4) != (split == "test"):
+                continue
+            for first in range(len(boxes)):
+                shown = in_turn[first : first + references]
+                row = {"prompt": scene, "images": [path.name for path in shown]}
+                rows.append(row | {"reference_boxes": [boxes[path] for path in shown]})
+        text = "".join(f"{json.dumps(row)}\n" for row in rows)
+        (folder / f"{split}_metadata.jsonl").write_text(text, encoding="utf-8")
+        print(f"{split}: {len(load_prompts(folder, split, 'geneval_image'))} items")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Write a prompt set of one product.")
+    parser.add_argument("photos", type=Path)
+    parser.add_argument("scenes", type=Path)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--references", type=int, default=1, help="photos of an item (default 1)")
+    write(**vars(parser.parse_args()))
