@@ -8,6 +8,7 @@ one and with the photos of other products in OTHERS, which should be as similar 
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from product import boxes_of
 
 from paco_grpo.item import Item
 from paco_grpo.rewards.registry import build_rewards
+from paco_judge.errors import run_command
 from paco_judge.images import read_image
 
 parser = argparse.ArgumentParser(description="Scores of a product's photos and of other photos.")
@@ -23,32 +25,34 @@ parser.add_argument("others", type=Path)
 parser.add_argument("--server", help="address of a judge; without it, the reward reference_clipI")
 parser.add_argument("--model", help="served name of the judge")
 parser.add_argument("--question", default="same_object", help="name of a question or text file")
-arguments = parser.parse_args()
 
-name, kwargs = "reference_clipI", {}
-if arguments.server:
-    name = "consistency_for_editing"
-    kwargs = {
-        "base_url": arguments.server,
-        "model": arguments.model,
-        "question": arguments.question,
-    }
-reward = build_rewards({name: 1.0}, {name: kwargs})[name]
-reward.check()
 
-boxes = boxes_of(arguments.photos)
-items = []
-for number, (path, box) in enumerate(boxes.items()):
-    row = {"reference_boxes": [box]}
-    items.append(Item(number, "", metadata=row, references=(read_image(path),)))
-scores = {}
-for kind, paths in (("same", boxes), ("other", boxes_of(arguments.others))):
-    answers = []
-    for path in paths:
-        compared = [item for item, own in zip(items, boxes, strict=True) if own != path]
-        answers.append(reward([read_image(path)] * len(compared), compared))
-    of_kind = np.concatenate(answers)
-    scores[kind] = of_kind[~np.isnan(of_kind)]  # NaN: the judge did not answer
-    print(f"{kind} product: {len(scores[kind])} pairs, mean {scores[kind].mean():.3f}")
-ahead = np.subtract.outer(scores["same"], scores["other"])
-print(f"same above other: {np.mean((ahead > 0) + (ahead == 0) / 2):.3f} of all comparisons")
+def compare(photos, others, server, model, question):
+    """Print the mean score of each kind of pair, and how often the first is above the second."""
+    name, kwargs = "reference_clipI", {}
+    if server:
+        name = "consistency_for_editing"
+        kwargs = {"base_url": server, "model": model, "question": question}
+    reward = build_rewards({name: 1.0}, {name: kwargs})[name]
+    reward.check()
+    boxes = boxes_of(photos)
+    items = []
+    for number, (path, box) in enumerate(boxes.items()):
+        row = {"reference_boxes": [box]}
+        items.append(Item(number, "", metadata=row, references=(read_image(path),)))
+    scores = []
+    for kind, paths in (("same", boxes), ("other", boxes_of(others))):
+        answers = []
+        for path in paths:
+            compared = [item for item, own in zip(items, boxes, strict=True) if own != path]
+            answers.append(reward([read_image(path)] * len(compared), compared))
+        of_kind = np.concatenate(answers)
+        of_kind = of_kind[~np.isnan(of_kind)]  # the judge did not answer
+        print(f"{kind} product: {len(of_kind)} pairs, mean {of_kind.mean():.3f}")
+        scores.append(of_kind)
+    ahead = np.subtract.outer(*scores)
+    print(f"same above other: {np.mean((ahead > 0) + (ahead == 0) / 2):.3f} of all comparisons")
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(lambda: compare(**vars(parser.parse_args()))))

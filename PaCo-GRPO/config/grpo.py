@@ -445,7 +445,7 @@ def toy_kontext_product() -> ConfigDict:
     config.train.reward_fn = {"consistency_for_editing": 1.0}
     config.train.reward_fn_kwargs = {"consistency_for_editing": {"model": "PaCo-Reward-Toy"}}
     config.test.reward_fn = config.train.reward_fn
-    guard(config, "kept_pixels")
+    guard(config, "kept_pixels")  # it needs no weights
     product(config)
     return config
 

@@ -10,6 +10,7 @@ from transformers import Qwen2VLImageProcessor
 from paco_grpo.estimate import judge
 from paco_grpo.estimate.judge import Judge, Questions, judge_part, questions_of_epoch
 from paco_grpo.training.state import make_plan
+from paco_judge.files import read_json_lines, write_json_lines
 from paco_judge.questions import Pair
 
 # Qwen2.5-VL-7B's published shapes: 28 blocks of query and output, key and value, and three matrices
@@ -109,6 +110,13 @@ def test_images_of_an_edit_share_its_reference(tmp_path):
     )
     (alone,) = questions_of_epoch(one_of_each, make_plan(one_of_each, 1, 2), 1).values()
     assert asked.encoded_tokens < 4 * alone.encoded_tokens
+    file = tmp_path / "train_metadata.jsonl"
+    rows = [row | {"reference_boxes": [[0.25, 0, 0.75, 1]]} for row in read_json_lines(file)]
+    write_json_lines(file, rows)
+    (cut,) = questions_of_epoch(options, make_plan(options, 1, 2), 1).values()
+    (cut_alone,) = questions_of_epoch(one_of_each, make_plan(one_of_each, 1, 2), 1).values()
+    assert cut.encoded_tokens < 4 * cut_alone.encoded_tokens
+    assert cut.encoded_tokens != asked.encoded_tokens  # the part, beside the whole
 
 
 @pytest.mark.parametrize(("work", "compared"), [(2.0, 0.0), (7.0, 3.0), (19.0, 5.5)])
