@@ -17,17 +17,19 @@ _LINE_EVERY_S = 60.0
 
 @contextlib.contextmanager
 def progress(
-    what: str, total: int, is_main: bool = True, processes: int = 1
+    what: str, total: int, is_main: bool = True, processes: int = 1, unit: str = "images"
 ) -> Iterator[Callable[[int], object]]:
-    """Show the progress of the block, which calls what it gets with the number of finished images.
+    """Show the progress of the block, which calls what it gets with the number of finished units.
 
     Args:
         what: What is done.
-        total: Images of this process.
+        total: Units of this process.
         is_main: Whether this process shows anything.
         processes: That do the same.
+        unit: What is counted.
     """
-    unit = "images" if processes == 1 else f"images on each of {processes} processes"
+    if processes > 1:
+        unit = f"{unit} on each of {processes} processes"
     if not is_main:
         yield lambda count: None
     elif sys.stderr.isatty():
@@ -50,18 +52,14 @@ class _Lines:
         self.logged = self.started
 
     def add(self, count: int) -> None:
-        """Count finished images, and log a line if the last one is long ago."""
+        """Count finished units, and log a line if the last one is long ago."""
         self.done += count
         now = time.monotonic()
         if now - self.logged < _LINE_EVERY_S or self.done >= self.total:
             return
         self.logged = now
-        minutes_left = (now - self.started) / self.done * (self.total - self.done) / 60
-        logger.info(
-            "%s: %d of %d %s, %.1f min left",
-            self.what,
-            self.done,
-            self.total,
-            self.unit,
-            minutes_left,
-        )
+        left = ""
+        if self.done:
+            minutes = (now - self.started) / self.done * (self.total - self.done) / 60
+            left = f", {minutes:.1f} min left"
+        logger.info("%s: %d of %d %s%s", self.what, self.done, self.total, self.unit, left)

@@ -18,6 +18,7 @@ from PIL import Image
 
 from paco_grpo.distributed import Shares, Stopped, any_process, interleave
 from paco_grpo.item import Item
+from paco_grpo.monitoring.progress import progress
 from paco_grpo.rewards.contract import Reward
 
 logger = logging.getLogger(__name__)
@@ -169,8 +170,10 @@ class ScoreQueue:
             if any(lane.reward.applies_to(submission.item) for lane in self._comparing):
                 self._to_compare.append(submission)
 
-    def results(self, count: int, should_stop: Callable[[], bool] = lambda: False) -> np.ndarray:
-        """Wait for everything submitted.
+    def results(
+        self, count: int, should_stop: Callable[[], bool] = lambda: False, is_main: bool = True
+    ) -> np.ndarray:
+        """Wait for everything submitted; ``is_main``: and show how far it is.
 
         Returns:
             (count, number of rewards) float64 in the order of ``rewards``, NaN = missing.
@@ -183,19 +186,27 @@ class ScoreQueue:
         for lane in self._lanes:
             lane.flush()
         name_of = {}
+        num_scores = {}
         for lane in self._lanes:
-            name_of |= dict.fromkeys(lane.calls, lane.name)
+            for future, rows in lane.calls.items():
+                name_of[future] = lane.name
+                num_scores[future] = len(rows)
         pending = set(name_of)
-        while pending:
-            if should_stop():
-                raise Stopped
-            # All calls again: one that has failed before ends the waiting at once.
-            done, pending = wait(name_of, timeout=_POLL_SECONDS, return_when=FIRST_EXCEPTION)
-            for future in done:
-                problem = future.exception()
-                if problem is not None:
-                    text = f"{name_of[future]}: {type(problem).__name__}: {problem}"
-                    raise ScoringError(text) from problem
+        shown = 0
+        with progress("scoring", sum(num_scores.values()), is_main, unit="scores") as show:
+            while pending:
+                if should_stop():
+                    raise Stopped
+                # All calls again: one that has failed before ends the waiting at once.
+                done, pending = wait(name_of, timeout=_POLL_SECONDS, return_when=FIRST_EXCEPTION)
+                for future in done:
+                    problem = future.exception()
+                    if problem is not None:
+                        text = f"{name_of[future]}: {type(problem).__name__}: {problem}"
+                        raise ScoringError(text) from problem
+                num_done = sum(num_scores[future] for future in done)
+                show(num_done - shown)
+                shown = num_done
         scores = np.full((count, len(self._lanes)), math.nan)
         for column, lane in enumerate(self._lanes):
             for future, rows in lane.calls.items():
@@ -215,11 +226,13 @@ class ScoreQueue:
         position.
         """
         shares = Shares.of(accelerator, total)
-        scores = interleave(self._results_everywhere(len(shares.positions), should_stop))
+        is_main = accelerator.is_main_process
+        own = self._results_everywhere(len(shares.positions), should_stop, is_main)
+        scores = interleave(own)
         if self._comparing:
             self._start_comparisons(accelerator, shares, should_stop)
             # Each image is compared on one process; the others have NaN in its row.
-            for compared in self._results_everywhere(total, should_stop):
+            for compared in self._results_everywhere(total, should_stop, is_main):
                 scores = np.where(np.isnan(compared), scores, compared)
         return scores
 
@@ -271,12 +284,14 @@ class ScoreQueue:
             time.sleep(_POLL_SECONDS)
         self.people_seconds += time.perf_counter() - started
 
-    def _results_everywhere(self, count: int, should_stop: Callable[[], bool]) -> list[np.ndarray]:
+    def _results_everywhere(
+        self, count: int, should_stop: Callable[[], bool], is_main: bool
+    ) -> list[np.ndarray]:
         """The ``results`` of each process, or on every process the exception of one."""
         scores = None
         problem = None
         try:
-            scores = self.results(count, should_stop)
+            scores = self.results(count, should_stop, is_main)
         except (ScoringError, Stopped) as error:
             problem = error
         everywhere = gather_object([(scores, isinstance(problem, Stopped), str(problem))])

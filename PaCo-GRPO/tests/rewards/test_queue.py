@@ -10,6 +10,7 @@ from reward_factories import checked
 
 from paco_grpo.distributed import Stopped
 from paco_grpo.item import Item
+from paco_grpo.monitoring import progress
 from paco_grpo.rewards.queue import ScoreQueue
 
 ITEM = Item(0, "a prompt")
@@ -79,3 +80,19 @@ def test_waiting_can_be_interrupted():
     submit(queue, [1])
     with pytest.raises(Stopped):
         queue.results(1, should_stop=lambda: True)
+
+
+def test_a_long_wait_says_how_far_it_is(monkeypatch, caplog):
+    """Of two rewards, one answers at once, the other one never."""
+    caplog.set_level("INFO")
+    monkeypatch.setattr(progress, "_LINE_EVERY_S", 0.0)
+    answer = threading.Event()
+    polls = iter([False, False, True])
+    queue = make_queue(
+        quick=levels, slow=lambda images, items: answer.wait() and levels(images, items)
+    )
+    submit(queue, [10, 20, 30])
+    with pytest.raises(Stopped):
+        queue.results(3, should_stop=lambda: next(polls))
+    answer.set()
+    assert caplog.messages[-1].startswith("scoring: 3 of 6 scores")
