@@ -146,8 +146,9 @@ def judge_id(folder: Path) -> str:
 
 
 def commit() -> str:
-    """The repository's commit, with ``+`` and a hash of what differs from it except results.csv."""
-    command = "git rev-parse --short HEAD && git diff HEAD -- . ':!quickstart/results.csv'"
+    """The repository's commit, with ``+`` and a hash of what differs from it except results."""
+    results = "':!quickstart/results.csv' ':!quickstart/votes.csv'"
+    command = f"git rev-parse --short HEAD && git diff HEAD -- . {results}"
     shell = ["bash", "-c", command]
     done = subprocess.run(shell, cwd=REPO, check=False, capture_output=True)
     head, _, changes = done.stdout.partition(b"\n")

@@ -127,7 +127,9 @@ class Votes:
                 "another port"
             ) from error
         self.page = page
-        logger.info("votes: %s", self._server.announcement().replace("\n", "\nvotes: "))
+        announcement = self._server.announcement()
+        page.address = announcement.split()[1]
+        logger.info("votes: %s", announcement.replace("\n", "\nvotes: "))
 
     def show(
         self,
@@ -205,6 +207,7 @@ class VotePage:
 
     def __init__(self, folder: Path, form: str, resumes: bool) -> None:
         self.form = form
+        self.address = ""  # for the log
         self.epoch = 0
         self._file = folder / "votes.jsonl"
         self._lock = threading.RLock()
@@ -282,9 +285,10 @@ class VotePage:
             if self._phase[0] != "voting":
                 self.follow("voting", 0, 0)
                 logger.info(
-                    "votes: epoch %d has %d images on the page; %d have an answer",
+                    "votes: epoch %d has %d images on the page, and %d have an answer: %s",
                     self.epoch,
                     *self._counts(),
+                    self.address,
                 )
             shown, answered = self._counts()
             if answered < shown:

@@ -275,8 +275,8 @@ class ScoreQueue:
                 raise Stopped
             if any_process(accelerator, self.failed()):
                 break  # the results raise the error
-            is_sending = not all(future.done() for lane in lanes for future in lane.calls)
-            if not any_process(accelerator, is_sending):
+            is_sending = [not future.done() for lane in lanes for future in lane.calls]
+            if not any_process(accelerator, any(is_sending)):
                 # Only now is everything there that people can be waited for.
                 waiting = [lane.reward.is_waiting() for lane in lanes]
                 if not any_process(accelerator, any(waiting)):

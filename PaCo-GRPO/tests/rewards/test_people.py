@@ -2,6 +2,7 @@
 
 import io
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -119,6 +120,62 @@ def test_what_a_later_run_finds(tmp_path):
     assert other.is_waiting()
     other.close()
     assert [row["seed"] for row in read_json_lines(aside)] == [30, 10, 20, 21]
+
+
+def test_the_page_in_a_browser(tmp_path):
+    """Keys alone suffice, also on 400 px; a second person, a reload, and the end of the run."""
+    driver = pytest.importorskip("playwright.sync_api")
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("there is no chromium")
+    reward = begun(tmp_path)
+    show(reward, 5, FOX, [40, 41, 42])
+    show(reward, 5, EDIT, [43, 44])
+
+    def expect(tab, count):
+        driver.expect(tab.locator("#count")).to_have_text(f"{count} of 5")
+
+    with driver.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        tabs = []
+        for _ in range(2):
+            context = browser.new_context(viewport={"width": 400, "height": 800})
+            tabs.append(context.new_page())
+            tabs[-1].goto(reward.page.address)
+            expect(tabs[-1], 0)
+        first, second = tabs
+        assert "key=" not in first.url
+        for key in ("ArrowRight", "ArrowLeft", "d"):  # faster than the server answers
+            first.keyboard.press(key)
+        expect(first, 3)
+        first.keyboard.press("u")
+        expect(first, 2)
+        first.reload()
+        expect(second, 2)
+        second.keyboard.press("s")
+        expect(second, 3)
+        expect(first, 3)  # by itself
+        assert first.locator("#prompt").text_content() == EDIT.prompt
+        assert first.locator("#pictures figure.reference").count() == 1
+        assert first.evaluate("document.documentElement.scrollWidth") <= 400
+        second.keyboard.press("l")
+        expect(first, 4)
+        first.keyboard.press("1")
+        driver.expect(second.locator("#vote")).to_be_hidden()
+        assert not reward.is_waiting()
+        reward.follow("sampling", 3, 24)
+        driver.expect(first.locator("#status")).to_contain_text("3 of 24")
+        reward.close()
+        driver.expect(first).to_have_title("Votes (ended)")
+        browser.close()
+    rows = read_json_lines(tmp_path / "votes.jsonl")
+    assert [row["answer"] for row in rows] == [
+        "like",
+        *["dislike"] * 2,
+        None,
+        "skip",
+        *["like"] * 2,
+    ]
 
 
 def test_a_port_that_is_taken_and_several_machines(tmp_path, monkeypatch):
