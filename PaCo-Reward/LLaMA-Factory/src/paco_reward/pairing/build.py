@@ -6,6 +6,7 @@ OUTPUT/
   prompt_data.jsonl, sets.jsonl           what was paired
   consistency_full_rank.jsonl             the rankings used
   NAME_train.json, NAME_test.json, …      the data sets, with dataset_info.json
+  split.json                              where themes and images belong: later calls keep it
   stats.json                              numbers by NAME
   work/                                   answers of the server: delete to ask again
 """
@@ -39,6 +40,7 @@ from paco_reward.pairing.files import COT, PARTS, TEST, TRAIN
 from paco_reward.pairing.inputs import EditRow, PromptItem, Ranking, ReasonRow
 from paco_reward.pairing.own_pairs import OwnPairs
 from paco_reward.pairing.select import LabeledPair
+from paco_reward.pairing.splits import Split
 
 EDITING_NAME = "sharegpt_editing"
 STATS = "stats.json"
@@ -73,9 +75,9 @@ def build(options: Namespace) -> dict[str, dict[str, Any]]:
     """
     read = read_inputs(options)
     if not options.mend:  # which adds to a data set, whoever has built it
-        files.claim(
-            options.output, _identity(options, read), options.name, options.continue_unknown
-        )
+        identity = _identity(options, read)
+        rows = _rows(options, read)
+        files.claim(options.output, identity, rows, options.name, options.continue_unknown)
     stats = {}
 
     def step(name: str, label_pairs: Callable, questions: Sequence[Question]) -> None:
@@ -158,6 +160,19 @@ def _identity(options: Namespace, read: Inputs) -> dict[str, Any]:
     return identity
 
 
+def _rows(options: Namespace, read: Inputs) -> dict[str, list[list[str]]]:
+    """The rows of the parts that grow: two images by content, and the text about them."""
+    rows = {}
+    if read.edits:
+        rows[EDITING_NAME] = [
+            [fingerprint(edit.source), fingerprint(edit.edited), edit.instruction]
+            for edit in read.edits
+        ]
+    if read.user_pairs:
+        rows[options.name] = read.user_pairs.shown
+    return rows
+
+
 def theme_pairs(options: Namespace, read: Inputs, counts: Counter) -> list[LabeledPair]:
     """Pairs of panels: sets, rankings, labels. Empty if only sets for people are wanted."""
     counts["prompts"] = len(read.items)
@@ -175,7 +190,9 @@ def theme_pairs(options: Namespace, read: Inputs, counts: Counter) -> list[Label
         rankings = answers.rank_by_scores(sets, questions, options.output, read.judge, counts)
     counts["rankings"] = len(rankings)
     fields = {"folder", "ref_image", "comp_images", "rank_images"}
-    rows = [ranking.model_dump(include=fields) for ranking in rankings]
+    rows = []
+    for ranking in rankings:
+        rows.append(ranking.model_dump(include=fields | ({"equal"} if ranking.equal else set())))
     write_json_lines(options.output / "consistency_full_rank.jsonl", rows)
     labeled = []
     for ranking in rankings:
@@ -259,15 +276,22 @@ def _write(
     counts: Counter,
 ) -> dict[str, dict[str, int]]:
     """Clean, split and write the data sets of a name; returns their numbers."""
+    known = Split.read(options.output)
     if options.sets_only:
         if not counts["sets"]:
             raise UserError(_nothing_left("sets", counts))
+        known.choose_themes(read.items, options.test_share, options.seed)
+        known.write(options.output)
         return {}
-    pairs = clean(labeled, options, counts)
+    if options.mend or not options.test_share:  # all goes where it is told, once
+        known = Split()
+    pairs = clean(labeled, options, counts, known)
+    items = [] if name == EDITING_NAME else read.items
+    testing: set[str] = set()
     if options.mend:
         parts = mend.parts_of(pairs, options, read.num_beside, counts)
     else:
-        testing = testing_groups(pairs, read.items, options)
+        testing = testing_groups(pairs, items, options, known)
         parts = split(pairs, testing, options.seed, counts)
     has_reasons = options.reasons or read.reasons is not None and name != EDITING_NAME
     if has_reasons:
@@ -276,15 +300,23 @@ def _write(
         raise UserError(_nothing_left("balanced pairs", counts))
     if not options.mend:
         _warn_of_few(parts, options)
+    if not options.mend and options.test_share:
+        known.add(pairs, items, testing)
+        known.write(options.output)
     full_name = f"{name}{COT}" if has_reasons else name
     datasets = {}
-    for part, pairs in parts.items():
-        if pairs:
-            datasets[f"{full_name}_{part}"] = pairs
+    for part, of_part in parts.items():
+        if of_part:
+            datasets[f"{full_name}_{part}"] = of_part
     return files.write_datasets(options.output, name, datasets, pair_prefix(read.form))
 
 
-def clean(labeled: Sequence[LabeledPair], options: Namespace, counts: Counter) -> list[LabeledPair]:
+def clean(
+    labeled: Sequence[LabeledPair],
+    options: Namespace,
+    counts: Counter,
+    known: Split | None = None,
+) -> list[LabeledPair]:
     """The pairs in random order, without near-duplicates, and in groups.
 
     A user's similar images may have labels of their own: what makes them differ may be what the
@@ -295,14 +327,16 @@ def clean(labeled: Sequence[LabeledPair], options: Namespace, counts: Counter) -
     are_own = options.pairs or options.mend
     original = {image: image for image in images} if are_own else leader
     pairs = select.without_duplicates(select.shuffled(labeled, options.seed), original, counts)
+    if known is not None:
+        pairs = known.without_crossing(pairs, leader, counts)
     return select.with_groups(pairs, leader)
 
 
 def testing_groups(
-    pairs: Sequence[LabeledPair], items: Sequence[PromptItem], options: Namespace
+    pairs: Sequence[LabeledPair], items: Sequence[PromptItem], options: Namespace, known: Split
 ) -> set[str]:
-    """Groups for testing: those that the metadata names, and a share of the rest."""
-    decided = {item.group: item.split for item in items if item.split}
+    """Groups for testing: those of the metadata and of earlier calls, and a share of the rest."""
+    decided = known.groups(pairs, items)
     undecided = [pair for pair in pairs if pair.group not in decided]
     testing = select.groups_for_testing(undecided, options.test_share, options.seed)
     return testing | {group for group, part in decided.items() if part == TEST}

@@ -35,12 +35,19 @@ def stored(file: Path, output: Path) -> str:
     return name
 
 
-def claim(output: Path, inputs: Mapping[str, Any], name: str, continue_unknown: bool) -> None:
+def claim(
+    output: Path,
+    inputs: Mapping[str, Any],
+    rows: Mapping[str, list[list[str]]],
+    name: str,
+    continue_unknown: bool,
+) -> None:
     """Record what a folder's parts are made from: nothing that was made of others is reused.
 
     Args:
         output: The folder.
         inputs: By the names of parts, values that JSON can hold. Images count by content.
+        rows: Of the parts that further rows of their images may join: two images and the text.
         name: The part that --name names.
         continue_unknown: Trust that a part of an earlier version was made from these inputs.
 
@@ -55,6 +62,8 @@ def claim(output: Path, inputs: Mapping[str, Any], name: str, continue_unknown: 
         raise UserError(
             f"{output} holds a data set that was not built here; choose another --output"
         )
+    rows_file = output / "work" / "rows.json"
+    known_rows = read_json(rows_file) if rows_file.is_file() else {}
     stated = {part: f"sha256:{hash_value(value)}" for part, value in inputs.items()}
     for part, digest in stated.items():
         before = known.get(part, digest)
@@ -64,13 +73,31 @@ def claim(output: Path, inputs: Mapping[str, Any], name: str, continue_unknown: 
                 f"{part} in {output} was built by an earlier version, so it is unknown whether "
                 "from the same images; choose another --output, or pass --continue_unknown"
             )
-        if is_recorded and before != digest:
+        is_same = before == digest or _continues(known_rows.get(part, []), rows.get(part, []))
+        if is_recorded and not is_same:
             options = "--output or --name" if part == name else "--output"
             raise UserError(
                 f"{part} in {output} was built from other prompts or images; choose another "
                 f"{options}, or delete the folder"
             )
     write_json(note, known | stated)
+    for part, of_part in rows.items():
+        unseen = [row for row in of_part if row not in known_rows.get(part, [])]
+        known_rows[part] = known_rows.get(part, []) + unseen
+    write_json(rows_file, known_rows)
+
+
+def _continues(before: Sequence[list[str]], after: Sequence[list[str]]) -> bool:
+    """Whether rows have images of earlier ones, and no pair of images has another text."""
+    images = {image for first, second, _ in before for image in (first, second)}
+    texts: tuple[dict, dict] = ({}, {})
+    for rows, of_pairs in zip((before, after), texts, strict=True):
+        for first, second, text in rows:
+            of_pairs.setdefault((first, second), set()).add(text)
+    earlier, later = texts
+    has_changed = any(not earlier[pair] <= later[pair] for pair in earlier.keys() & later.keys())
+    is_related = any(first in images or second in images for first, second, _ in after)
+    return is_related and not has_changed
 
 
 def write_sub_figures(items: Sequence[PromptItem], output: Path) -> int:

@@ -51,6 +51,11 @@ PlainText = Annotated[str, AfterValidator(plain_text)]
 Label = Annotated[bool, BeforeValidator(_as_label)]
 
 
+def theme_key(theme: str) -> str:
+    """What themes that differ in case and spaces have in common."""
+    return " ".join(theme.casefold().split())
+
+
 class Row(pydantic.BaseModel):
     """A line of an input file; other keys are ignored."""
 
@@ -80,11 +85,13 @@ class CandidateSet(Row):
 class Ranking(CandidateSet):
     """``rank_images``: the candidates, best first.
 
-    ``scores``: P(Yes) in the same order, where a judge gave them.
+    ``scores``: P(Yes) in the same order, where a judge gave them. ``equal``: candidates that a
+    person found equal, neighbors in the order; they have no label where it depends on their order.
     """
 
     rank_images: list[str] = Field(min_length=2)
     scores: list[float] | None = None
+    equal: list[list[str]] = []
 
     @model_validator(mode="after")
     def _each_once(self) -> "Ranking":
@@ -132,6 +139,7 @@ class PromptItem:
     grid: GridPrompt
     place: str  # the row it was read from
     group: str  # of prompts that share a theme; train and test are split by it
+    theme: str  # as ``theme_key`` writes it
     split: str | None  # train or test, where the metadata decides
     files: list[Path]  # the grids, one for each generation
 
@@ -234,7 +242,8 @@ def _item(
     row = lines[0]
     idx = row.idx
     grid = split_prompt(row.prompt)
-    first = themes.setdefault(" ".join(grid.theme.casefold().split()), row)
+    theme = theme_key(grid.theme)
+    first = themes.setdefault(theme, row)
     if row.split != first.split:
         raise UserError(f"split {row.split!r}, but {first.split!r} for its theme ({first.place})")
     named = []
@@ -249,7 +258,7 @@ def _item(
         owner = owners.setdefault(file.resolve(), row)
         if owner.idx != idx:  # it would be labeled under a theme that is not its own
             raise UserError(f"{file} is an image of idx {owner.idx}, too")
-    return PromptItem(idx, row.prompt, grid, row.place, first.idx, row.split, files)
+    return PromptItem(idx, row.prompt, grid, row.place, first.idx, theme, row.split, files)
 
 
 def existing(folder: Path, name: str) -> Path:

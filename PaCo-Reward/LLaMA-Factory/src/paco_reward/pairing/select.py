@@ -77,8 +77,8 @@ def labels_of_ranking(
 ) -> list[tuple[str, bool]] | None:
     """(candidate, label): Yes for the best ``yes_ranks``, No for the worst ``no_ranks``.
 
-    None if the ranking is too short, or if its scores for Yes and No differ by less than
-    ``min_gap``.
+    Of equal ones all have the label or none. None if the ranking is too short, or if its scores for
+    Yes and No differ by less than ``min_gap``.
     """
     names = ranking.rank_images
     scores = ranking.scores
@@ -86,9 +86,14 @@ def labels_of_ranking(
         return None
     if scores and scores[yes_ranks - 1] - scores[-no_ranks] < min_gap:
         return None
-    best = [(name, True) for name in names[:yes_ranks]]
-    worst = [(name, False) for name in names[-no_ranks:]]
-    return best + worst
+    best = names[:yes_ranks]
+    worst = names[-no_ranks:]
+    divided = set()
+    for equal in ranking.equal:
+        if not (set(equal) <= set(best) or set(equal) <= set(worst)):
+            divided |= set(equal)
+    labels = [(name, True) for name in best] + [(name, False) for name in worst]
+    return [(name, label) for name, label in labels if name not in divided]
 
 
 def pairs_of_rankings(
