@@ -8,7 +8,7 @@ JUDGE = Path(__file__).resolve().parent.parent / "judge"
 
 setup(
     install_requires=[
-        f"paco-judge @ {JUDGE.as_uri()}",
+        f"paco-judge[pages] @ {JUDGE.as_uri()}",
         # Every release that src/paco_reward/overlay.py was tested with; it refuses the others.
         "llamafactory==0.9.5",
         "gradio>=5.50",  # earlier ones do not import beside huggingface_hub 1

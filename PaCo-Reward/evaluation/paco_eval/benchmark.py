@@ -149,10 +149,8 @@ def run_judge(
         weights = identity(*places)
         if (max_pixels := allowed_pixels()) != TRAINED_MAX_PIXELS:
             asked["max_pixels"] = max_pixels
-    short_names = []
     exact_names = []
     for place in places:
-        short_names.append(Path(os.path.abspath(place)).name)
         # Checkpoints may share a folder name, so rows hold the whole path.
         exact_names.append(str(Path(place).resolve()) if Path(place).is_dir() else place)
     stamp = {
@@ -160,12 +158,20 @@ def run_judge(
         "asked": record(questions, form_of(args)) | asked,
         "weights": weights,
     }
-    file = Path(args.results_dir) / f"{'+'.join(short_names)}{suffix}.jsonl"
+    file = results_file(args, suffix)
     load_engine = partial(make_engine, args)
-
     return score_benchmark(
         benchmark, file, stamp, load_engine, args.batch_size, args.continue_unknown
     )
+
+
+def results_file(args: argparse.Namespace, suffix: str) -> Path:
+    """Where ``run_judge`` has written its results."""
+    names = []
+    for place in (args.model, args.adapter):
+        if place:
+            names.append(Path(os.path.abspath(place)).name)
+    return Path(args.results_dir) / f"{'+'.join(names)}{suffix}.jsonl"
 
 
 def score_benchmark(

@@ -31,6 +31,7 @@ import numpy as np
 import pandas as pd
 from PIL import Image
 from scipy.stats import kendalltau, spearmanr
+from scipy.stats import t as student_t
 
 from paco_eval.baselines import BASELINES, make_baseline
 from paco_eval.benchmark import (
@@ -42,6 +43,7 @@ from paco_eval.benchmark import (
     new_parser,
     parse,
     read_results,
+    results_file,
     run_judge,
     score_benchmark,
 )
@@ -261,6 +263,37 @@ def _correlation(function: Callable, first: Sequence[float], second: Sequence[fl
     return float(function(first, second).statistic)
 
 
+def agreement(rows: Sequence[Row]) -> str:
+    """How many pairs of candidates are in the order of people, with a 95 % interval; a sentence.
+
+    Sets of one prompt are not independent, so the interval is of prompts: the linearized variance
+    of a ratio of sums (Cochran 1977, Sampling Techniques, 6.4) and Student's t. Candidates with
+    equal scores count half.
+    """
+    right: dict[str, float] = {}  # by prompt
+    pairs: dict[str, int] = {}
+    for row in rows:
+        scores = dict(zip(row["comp_images"], row["scores"], strict=True))
+        for better, worse in combinations(row["rank_images"], 2):
+            is_right = (1 + np.sign(scores[better] - scores[worse])) / 2
+            right[row["folder"]] = right.get(row["folder"], 0.0) + is_right
+            pairs[row["folder"]] = pairs.get(row["folder"], 0) + 1
+    sums = np.array(list(right.values()))
+    counts = np.array(list(pairs.values()))
+    share = sums.sum() / counts.sum()
+    prompts = len(counts)
+    of = f"{counts.sum()} pairs of candidates, {len(rows)} sets of {prompts} prompts"
+    if prompts == 1:
+        return f"agrees with the rankings on {share:.3f} of {of}"
+    residuals = sums - share * counts
+    variance = prompts / (prompts - 1) * (residuals**2).sum() / counts.sum() ** 2
+    margin = float(student_t.ppf(0.975, prompts - 1) * np.sqrt(variance))
+    low, high = max(0.0, share - margin), min(1.0, share + margin)
+    return (
+        f"agrees with the rankings on {share:.3f} (95 % interval {low:.3f} to {high:.3f}) of {of}"
+    )
+
+
 def evaluate(args: argparse.Namespace) -> int:
     """Rank the candidates; returns the number of items without a result."""
     name = args.question or TEMPLATES[args.prompt_template]
@@ -268,7 +301,11 @@ def evaluate(args: argparse.Namespace) -> int:
     if args.scorer is None:
         benchmark = ConsistencyRank.load(args.dataset_dir, question)
         version = f"-v{question.name if args.question else args.prompt_template}"
-        return run_judge(args, benchmark, (question,), version)
+        num_failed = run_judge(args, benchmark, (question,), version)
+        file = results_file(args, version)
+        if file.is_file():
+            print(agreement(read_json_lines(file)))
+        return num_failed
     # A baseline ignores the question.
     benchmark = ConsistencyRank.load(args.dataset_dir, load_question("pair"))
     file = Path(args.results_dir) / f"{args.scorer}.jsonl"

@@ -71,6 +71,7 @@ class Journal:
 
     Args:
         file: One JSON object a line. A last line that a kill cut off is removed.
+        sync: Whether a row is on the disk when ``append`` returns; else a power loss may take it.
 
     Attributes:
         rows: What the file holds, in its order.
@@ -79,8 +80,9 @@ class Journal:
         UserError: A line is damaged, or another process writes the file.
     """
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, sync: bool = False) -> None:
         self.path = file
+        self._sync = sync
         self.rows: list[dict[str, Any]] = []
 
     def __enter__(self) -> Self:
@@ -104,6 +106,8 @@ class Journal:
         self.rows.append(row)
         self._file.write(json.dumps(row).encode() + b"\n")
         self._file.flush()
+        if self._sync:
+            os.fsync(self._file.fileno())
 
 
 def read_text(file: Path) -> str:

@@ -1,4 +1,4 @@
-"""The `paco-reward` command: train, export, score, demo, accuracy, build-dataset, suspects."""
+"""The `paco-reward` command: train, export, score, demo, rank, accuracy, build-dataset, suspects."""
 
 import argparse
 import json
@@ -15,7 +15,7 @@ from paco_judge.arguments import Parser
 from paco_judge.errors import UserError, run_command
 from paco_judge.files import read_json
 from paco_judge.questions import EDITING, add_form_arguments, form_of
-from paco_reward import demo, score, suspects
+from paco_reward import demo, rank, score, suspects
 from paco_reward.options import (
     add_judge_options,
     load_scorer,
@@ -86,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
 
     score.add_parser(commands)
     demo.add_parser(commands)
+    rank.add_parser(commands)
     suspects.add_parser(commands)
     _add_build_parser(commands)
     return parser
@@ -320,8 +321,7 @@ def _build(args: argparse.Namespace) -> int:
         for dataset, numbers in stats["datasets"].items():
             print(f"{dataset}: " + "  ".join(f"{value} {key}" for key, value in numbers.items()))
     if args.sets_only:
-        sets = args.output / "sets.jsonl"
-        print(f"add rank_images (best first) to the lines of {sets}; pass the file to --rankings")
+        print(f"people rank them: paco-reward rank --sets {args.output} --output RANKED")
     else:
         print(f"written to {args.output}; stats.json holds these numbers")
     return 0 if is_complete else 1

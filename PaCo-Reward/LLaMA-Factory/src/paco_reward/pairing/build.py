@@ -186,6 +186,9 @@ def theme_pairs(options: Namespace, read: Inputs, counts: Counter) -> list[Label
     if rankings is None:
         sets = _candidate_sets(options, read.items, counts)
         if options.sets_only:
+            made_from = {"grids": options.grids.resolve(), "metadata": options.metadata.resolve()}
+            note = {name: str(place) for name, place in made_from.items()}
+            write_json(options.output / "sets.json", note)
             return []
         rankings = answers.rank_by_scores(sets, questions, options.output, read.judge, counts)
     counts["rankings"] = len(rankings)

@@ -114,7 +114,10 @@ def read_pairs(file: Path, question_name: str | None, min_gap: float) -> OwnPair
     """
     usable = OwnPairs()
     problems = Problems()  # all of them: each run decodes all images
-    rows = _rows(file)
+    rows = read_table(file)
+    unused = {name for row in rows for name in row} - {*PairRow.model_fields, *OF_SUSPECTS, None}
+    if unused:
+        logger.warning("%s: columns that are not used: %s", file, ", ".join(sorted(unused)))
     for number, values in enumerate(tqdm(rows, desc="pairs"), start=1):
         with problems.of(f"{file} row {number}"):
             if None in values:
@@ -134,8 +137,11 @@ def _answer(label: bool, reason: str) -> str:
     return f"{verdict}. {sentences}" if sentences else verdict
 
 
-def _rows(file: Path) -> list[dict[str | None, Any]]:
-    """The values of each row by column, cells without a column by None. Raises UserError."""
+def read_table(file: Path) -> list[dict[str | None, Any]]:
+    """The values of each row of .csv, .jsonl or .json; cells without a column by None.
+
+    Names of columns are in lower case. Raises UserError.
+    """
     if file.suffix.lower() == ".csv":
         reader = csv.DictReader(io.StringIO(read_text(file)), strict=True, skipinitialspace=True)
         try:
@@ -145,11 +151,6 @@ def _rows(file: Path) -> list[dict[str | None, Any]]:
     else:
         rows = read_json_rows(file)
     table = []
-    unused: set[str | None] = set()
     for row in rows:
-        values = {name and name.strip().casefold(): value for name, value in row.items()}
-        unused |= values.keys() - {*PairRow.model_fields, *OF_SUSPECTS, None}
-        table.append(values)
-    if unused:
-        logger.warning("%s: columns that are not used: %s", file, ", ".join(sorted(unused)))
+        table.append({name and name.strip().casefold(): value for name, value in row.items()})
     return table

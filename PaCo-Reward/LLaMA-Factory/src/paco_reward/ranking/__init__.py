@@ -1,0 +1,1 @@
+"""`paco-reward rank`: people rank sets of pictures, and label pairs and edits, on a page."""
