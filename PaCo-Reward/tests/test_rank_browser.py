@@ -1,0 +1,126 @@
+"""paco-reward rank in a real browser, by its keys alone.
+
+It needs `pip install playwright` and a Chromium that is installed (`apt install chromium`).
+"""
+
+import shutil
+from contextlib import ExitStack
+
+import pytest
+from pairing_tools import build, noise, read_lines, write_lines
+
+from paco_judge.pages import PageServer, page_app
+from paco_reward.ranking import results, tasks
+from paco_reward.ranking.page import RankPage
+
+playwright = pytest.importorskip("playwright.sync_api")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
+
+
+@pytest.fixture
+def served(world, tmp_path):
+    """(address, output): two sets, a pair and an edit."""
+    output = tmp_path / "people"
+    output.mkdir()
+    build(world, tmp_path / "sets", sets_only=True, sets_per_prompt=1)
+    for number in range(4):
+        noise(3, number, width=64).save(tmp_path / f"{number}.png")
+    pair = {"image1": "0.png", "image2": "1.png", "theme": "two foxes"}
+    edit = {"source": "2.png", "edited": "3.png", "instruction": "make it blue"}
+    asked = tasks.read_sets(tmp_path / "sets")[:2]
+    asked += tasks.read_pairs(write_lines(tmp_path / "pairs.jsonl", [pair]), output)
+    asked += tasks.read_edits_of(write_lines(tmp_path / "edits.jsonl", [edit]), output)
+
+    def finish():
+        results.write_results(output, asked, tmp_path / "sets")
+        return results.commands(output, tmp_path / "sets")
+
+    with ExitStack() as stack:
+        page = RankPage(tasks.in_order(asked, 5), output, finish, stack)
+        with PageServer(lambda key: page_app(page, key), port=0) as server:
+            yield server.announcement().split()[1], output
+
+
+@pytest.fixture
+def browser():
+    with playwright.sync_playwright() as driver:
+        chromium = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+class Tab:
+    """A tab of a browser, whose scripts must raise nothing."""
+
+    def __init__(self, context):
+        self.context = context
+        self.tab = context.new_page()
+        self.errors = []
+        self.tab.on("pageerror", lambda error: self.errors.append(str(error)))
+
+    def enter(self, address, name):
+        self.tab.goto(address)
+        self.tab.keyboard.type(name)
+        self.tab.keyboard.press("Enter")
+        self.shows(0)
+
+    def press(self, keys):
+        for key in keys:
+            self.tab.keyboard.press(key)
+
+    def shows(self, done):
+        """Waits for so many answers, and for all pictures."""
+        self.tab.wait_for_function(
+            "done => state && state.done === done && "
+            "[...document.querySelectorAll('img.picture')].every(i => i.naturalWidth > 0)",
+            arg=done,
+        )
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1400), ("dark", 400)])
+def test_keys_alone(served, browser, scheme, width):
+    """Answers, undo, reload, a second person, a second tab, the end."""
+    address, output = served
+    screen = {"viewport": {"width": width, "height": 850}, "color_scheme": scheme}
+    ada = Tab(browser.new_context(**screen))
+    ada.enter(address, "Ada")
+    assert "key" not in ada.tab.url
+    ada.press("21")
+    ada.shows(1)
+    ada.press("u")
+    ada.shows(0)
+    ada.press("2=3")  # the last follows by itself
+    ada.shows(1)
+    ada.tab.reload()
+    ada.shows(1)
+
+    bob = Tab(browser.new_context(**screen))
+    bob.enter(address, "Bob")
+    bob.press("r")
+    bob.shows(1)
+    again = Tab(ada.context)
+    again.tab.goto(address.split("?")[0])
+    again.press(["Enter"])
+    again.shows(1)
+    assert "Ada" in again.tab.inner_text("#notice")
+
+    ada.press("s")
+    ada.shows(2)
+    ada.press("w")
+    ada.tab.keyboard.type("only one has a tail")
+    ada.press(["Enter", "n"])
+    ada.shows(3)
+    ada.press("yn")
+    ada.tab.wait_for_function("state.kind === 'end'")
+    assert "--pairs" in ada.tab.inner_text("#commands")
+    fits = "document.documentElement.scrollWidth <= innerWidth"
+    for tab in (ada, bob, again):
+        assert tab.errors == [] and tab.tab.evaluate(fits)
+
+    (pair,) = read_lines(output / "pairs.jsonl")
+    assert (pair["label"], pair["reason"]) == ("No", "only one has a tail")
+    (edit,) = read_lines(output / "editing.jsonl")
+    assert (edit["consistency"], edit["follows"]) == ("Yes", "No")
+    ranked = read_lines(output / "rankings.jsonl")
+    assert sorted(len(row["equal"][0]) for row in ranked) == [2, 3]
