@@ -57,9 +57,7 @@ def train(options: RunOptions, name: str, is_main: bool = True) -> int:
         require_promised_gpu(os.environ)
         trainer = Trainer(build_run(options, name))
         trainer.fit()
-    except TrainingStopped as stopped:
-        if is_main:  # every process stops for the same reason
-            print(f"stopped: {stopped}", file=sys.stderr)
+    except TrainingStopped as stopped:  # the log says why
         return 128 + stopped.signal_number if stopped.signal_number else 3
     except KeyboardInterrupt:  # before training, or a second one, which does not wait
         again = resume_command(trainer)

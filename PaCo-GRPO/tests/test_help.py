@@ -25,7 +25,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
         "scripts/evaluate.py",
         "scripts/generate.py",
         "scripts/estimate.py",
-        "paco_grpo/report.py",
+        "scripts/report.py",
         "paco_grpo/rewards/subfig_clipT.py",
     ],
 )

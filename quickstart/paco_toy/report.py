@@ -12,17 +12,10 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
-from paco_grpo.report import (
-    EVALUATION,
-    PLOT,
-    REWARDS,
-    Name,
-    Page,
-    RunReport,
-    read_run,
-    svg_url,
-    write_report,
-)
+from paco_grpo.report.names import Name, reward_name
+from paco_grpo.report.page import Page, write_report
+from paco_grpo.report.plots import EVALUATION, STYLE, svg_url
+from paco_grpo.report.run import RunReport, read_run
 from paco_judge.files import read_json
 
 NAMES = {
@@ -79,7 +72,7 @@ def judge_and_oracle(run: RunReport) -> dict[str, str] | None:
     rewards = [name for name in run.train if name in run.test and name not in oracles]
     if not oracles or not rewards:
         return None
-    with matplotlib.rc_context(PLOT):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(5, 3))
         axes = figure.subplots()
         points: dict[str, list] = {"before": [], "after": []}
@@ -91,14 +84,23 @@ def judge_and_oracle(run: RunReport) -> dict[str, str] | None:
         for (when, values), color in zip(points.items(), ("#8a94a0", EVALUATION), strict=True):
             label = f"{when} ({len(values)} images)"
             axes.scatter(*np.reshape(values, (-1, 2)).T, s=14, alpha=0.6, color=color, label=label)
-        names = REWARDS | NAMES
-        axes.set(xlabel=names[oracles[0]].label, ylabel=names[rewards[0]].label)
+        oracle = reward_name(oracles[0], NAMES).label
+        reward = reward_name(rewards[0], NAMES).label
+        axes.set(xlabel=oracle, ylabel=reward)
         axes.legend()
+        texts = []
+        for when, values in points.items():
+            means = np.reshape(values, (-1, 2)).mean(axis=0)
+            texts.append(
+                f"{when}: mean {oracle} {means[0]:.2f}, {reward} {means[1]:.2f} "
+                f"({len(values)} images)"
+            )
         return {
             "label": "The reward against the oracle",
             "meaning": "Each point is an image. Points in the upper left corner after training "
             "would mean that the generator exploits the reward.",
             "image": svg_url(figure),
+            "alt": "; ".join(texts),
         }
 
 

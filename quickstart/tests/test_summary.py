@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from paco_grpo.report import Pair
+from paco_grpo.report.run import Pair
 from paco_judge.files import write_json_lines
 from paco_toy import report, summary
 from paco_toy.summary import judge_measures, policy_measures, table

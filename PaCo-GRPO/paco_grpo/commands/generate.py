@@ -7,7 +7,7 @@ import itertools
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,7 @@ def generate(options: RunOptions, command: argparse.Namespace) -> int:
         with progress("generate", len(images)) as finish:
             pictures = _sample(options, policy, images, folder, queue, finish)
         scores = queue.results(len(images))
-    captions: list[str] = []
+    captions = [_caption(item, seed) for item, seed in images]
     num_kept = len(images)
     if judge is not None:
         write_records({"judge": judge}, folder)
@@ -89,7 +89,9 @@ def generate(options: RunOptions, command: argparse.Namespace) -> int:
         if command.best is not None:
             num_kept = _keep_best(rows, command.best, folder)
         write_json_lines(folder / "scores.jsonl", rows)
-        captions = list(map(_caption, rows))
+        for number, row in enumerate(rows):
+            score = "–" if row["judge"] is None else f"{row['judge']:.3f}"
+            captions[number] += f"\njudge {score}{'' if row['kept'] else ', removed'}"
     references = []
     for item, _ in images:
         image = item.image
@@ -201,9 +203,8 @@ def _keep_best(rows: Sequence[dict[str, Any]], best: int, folder: Path) -> int:
     return sum(row["kept"] for row in rows)
 
 
-def _caption(row: Mapping[str, Any]) -> str:
-    score = "–" if row["judge"] is None else f"{row['judge']:.3f}"
-    return f"judge {score}" if row["kept"] else f"judge {score}, removed"
+def _caption(item: Item, seed: int) -> str:
+    return f"{item.item_id}, seed {seed}: {' '.join(item.prompt.split())}"
 
 
 def _file_name(item: Item, seed: int) -> str:

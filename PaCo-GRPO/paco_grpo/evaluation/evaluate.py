@@ -176,6 +176,7 @@ class Evaluation:
                 len(scores),
             )
         names = list(self.rewards)
+        pictures.write_sheet(accelerator.is_main_process, dict(zip(names, scores.T, strict=True)))
         categories = [image.item.metadata.get("category") for image in images]
         metrics = evaluation_metrics(scores, missing, names, categories)
         if self.options.datasets:
@@ -237,7 +238,6 @@ class Evaluation:
                 if not is_dummy:
                     deliver(decode(policy, latents, batch), batch)
                     finish(len(batch.numbers))
-        pictures.write_sheet(accelerator.is_main_process)
         return sum(gather_object([pictures.count]))
 
     def _encode_ahead(self, images: Sequence[EvaluationImage], batches: Sequence[Batch]) -> None:

@@ -2,11 +2,12 @@
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 from accelerate.utils import gather_object
 from PIL import Image, ImageDraw
 
@@ -16,7 +17,7 @@ from paco_judge.images import read_image
 
 SHEET_CELL = 160  # pixels, longer side of an image in a contact sheet
 _LINE = 14  # pixels of a line of text
-_LETTER = 6  # pixels of a letter
+_CAPTION_LINES = 4  # the prompt, and scores of three rewards
 _GAP = 4  # pixels between pictures
 _SHEET_IMAGES = 36
 _REFERENCE_SIDE = 256  # pixels at most of the copies of reference images
@@ -86,17 +87,25 @@ class EvaluationFolder:
             small_reference = thumbnail(reference) if reference is not None else None
             self._cells.append(_Cell(number, thumbnail(image), small_reference, item.prompt))
 
-    def write_sheet(self, is_main: bool) -> None:
-        """Write ``sheet.png`` with the first images of all processes; a collective operation."""
+    def write_sheet(self, is_main: bool, scores: Mapping[str, np.ndarray]) -> None:
+        """Write ``sheet.png`` with the first images of all processes; a collective operation.
+
+        ``scores``: reward → (images,), NaN = none; of the evaluation's images by number.
+        """
         cells = sorted(gather_object(self._cells), key=attrgetter("number"))
         if not is_main or not cells:
             return
-        _, images, references, prompts = zip(*cells, strict=True)
+        numbers, images, references, prompts = zip(*cells, strict=True)
+        captions = []
+        for number, prompt in zip(numbers, prompts, strict=True):
+            lines = [f"{number}: {' '.join(prompt.split())}"]
+            for name, values in scores.items():
+                if not math.isnan(values[number]):
+                    lines.append(f"{values[number]:.3f} {name}")
+            captions.append("\n".join(lines[:_CAPTION_LINES]))
         if None in references:
-            sheet = contact_sheet(images)
-        else:
-            sheet = contact_sheet(images, prompts, references)
-        sheet.save(self.path / "sheet.png")
+            references = ()
+        contact_sheet(images, captions, references).save(self.path / "sheet.png")
 
 
 def thumbnail(image: Image.Image) -> Image.Image:
@@ -110,16 +119,16 @@ def thumbnail(image: Image.Image) -> Image.Image:
 
 def contact_sheet(
     images: Sequence[Image.Image],
-    captions: Sequence[str] = (),
+    captions: Sequence[str],
     references: Sequence[Image.Image] = (),
 ) -> Image.Image:
-    """Small copies of ``images`` in rows, numbered.
+    """Small copies of ``images`` in rows.
 
-    ``captions`` are below them, ``references`` on their left.
+    ``captions``, of one or more lines, are below them, ``references`` on their left.
     """
     step = SHEET_CELL + _GAP
     width = 2 * step + 2 * _GAP if references else step  # of an image with its reference
-    height = step + _LINE if captions else step
+    height = step + _LINE * max(caption.count("\n") + 1 for caption in captions)
     columns = max(1, math.ceil(math.sqrt(len(images) / (2 if references else 1))))
     rows = max(1, math.ceil(len(images) / columns))
     sheet = Image.new("RGB", (columns * width, rows * height), "white")
@@ -131,9 +140,16 @@ def contact_sheet(
         if references:
             sheet.paste(thumbnail(references[index]), (left, top))
         sheet.paste(thumbnail(image), (left + step if references else left, top))
-        pen.text((left + 2, top + 2), str(index), fill="black")
-        if captions:
-            # Longer text would run into the next cell.
-            caption = captions[index][: (width - 4) // _LETTER]
-            pen.text((left + 2, top + step), caption, fill="black")
+        for number, line in enumerate(captions[index].split("\n")):
+            text = _fitting(pen, line, width - 2 * _GAP)
+            pen.text((left + 2, top + step + number * _LINE), text, fill="black")
     return sheet
+
+
+def _fitting(pen: ImageDraw.ImageDraw, line: str, width: int) -> str:
+    """``line``, or its beginning: longer text would run into the next cell."""
+    if pen.textlength(line) <= width:
+        return line
+    while pen.textlength(f"{line}…") > width:
+        line = line[:-1]
+    return f"{line}…"

@@ -1,20 +1,15 @@
-"""Detects collapse: what is measured every epoch, and rules over the rows of metrics.jsonl.
-
-A resumed run judges as if it had never stopped.
-"""
+"""What is measured every epoch to detect a collapse; the rules are in ``signs.py``."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from PIL import Image
 
 from paco_grpo.distributed import gather_rows
-from paco_grpo.monitoring.metrics import means, rewards_line
 from paco_grpo.options import RunOptions
 from paco_grpo.policies.base import Policy
 from paco_grpo.policies.lora import reference_weights
@@ -23,13 +18,6 @@ from paco_grpo.sampling.images import at_size
 from paco_grpo.types import Conditioning, Item, Stream
 
 _THUMBNAIL = 16  # pixels a side, enough to tell pictures apart
-_TREND = 3  # epochs at start and end whose mean diversity is compared
-_DIVERGENCE = 3.0  # standard errors by which a trained reward rises and another one falls
-
-Row = Mapping[str, Any]
-
-
-# --- measurements ---------------------------------------------------------------------------------
 
 
 class SampleObserver:
@@ -149,165 +137,3 @@ class ReferenceProbe:
         sigma: torch.Tensor,
     ) -> torch.Tensor:
         return self.policy.velocity(x, sigma, conditioning, *size)
-
-
-# --- rules ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One sign that a run is going wrong."""
-
-    sign: str  # a metric
-    message: str
-    # The generator is damaged: this stops the run with ``train.stop_on_collapse``.
-    collapse: bool = False
-
-
-@dataclass(frozen=True)
-class Sign:
-    """A metric with its limits, which were chosen on planted hacks (docs/recovery.md)."""
-
-    metric: str
-    message: str  # with the value in braces
-    cause: str
-    collapse: bool
-    lowest: float = -math.inf
-    highest: float = math.inf
-
-
-_TOO_FAST = (
-    "config.train.learning_rate is too high; lower it, or add a KL term with config.train.beta > 0"
-)
-_SIGNS = (
-    Sign(
-        metric="health/velocity_change",
-        highest=0.75,
-        message="the generator has left the reference: on the probe set its velocity differs by "
-        "{:.2f} of the reference's",
-        cause=_TOO_FAST,
-        collapse=True,
-    ),
-    Sign(
-        metric="health/latent_std_vs_first",
-        lowest=0.5,
-        highest=2,
-        message="latents have {:.2f} times the spread of the first epoch",
-        cause=f"{_TOO_FAST}; or broken images get a high reward; look at the last evaluation's "
-        "sheet.png",
-        collapse=True,
-    ),
-    Sign(
-        metric="health/distinctness_vs_first",
-        lowest=0.25,
-        message="images of one prompt differ {:.2f} times as much as in the first epoch",
-        cause="the reward prefers one picture; add a reward for prompt or variety, use "
-        "config.train.beta > 0, or stop earlier",
-        collapse=True,
-    ),
-    Sign(
-        metric="health/diversity_vs_first",
-        lowest=0.7,
-        message="images of an open prompt become alike: their diversity 1 − b has fallen to "
-        "{:.2f} times its value in the first epochs",
-        cause="images of a prompt become the same; use between_images as a factor "
-        "(docs/rewards.md)",
-        collapse=False,
-    ),
-)
-
-
-def against_first(rows: Sequence[Row]) -> dict[str, float]:
-    """``health/*_vs_first`` of the last of ``rows``, all training epochs: ratios to the first.
-
-    Diversity is 1 − b. An epoch has few open prompts, so it is averaged over three epochs.
-    """
-    first = rows[0]
-    last = rows[-1]
-    ratios = {}
-    for key in ("health/latent_std", "health/distinctness"):
-        if key in last and first.get(key):
-            ratios[f"{key}_vs_first"] = last[key] / first[key]
-    diversities = [1 - row["reward/between"] for row in rows if "reward/between" in row]
-    if any(diversities[:_TREND]):
-        first_mean = np.mean(diversities[:_TREND])
-        ratios["health/diversity_vs_first"] = float(np.mean(diversities[-_TREND:]) / first_mean)
-    return ratios
-
-
-def judge_epoch(metrics: Row) -> list[Finding]:
-    """Findings on a training epoch's row of metrics.jsonl."""
-    findings = []
-    # NaN compares false with every limit.
-    not_finite = []
-    for name, value in metrics.items():
-        if name.startswith("health/") and not math.isfinite(value):
-            not_finite.append(name)
-    if not_finite:
-        message = (
-            f"{', '.join(not_finite)} not finite: the generator's images or velocities are NaN "
-            f"or infinite. Likely cause: {_TOO_FAST}; or damaged weights or optimizer moments: "
-            "resume from an earlier checkpoint"
-        )
-        findings.append(Finding(not_finite[0], message, collapse=True))
-    for sign in _SIGNS:
-        value = metrics.get(sign.metric, math.nan)
-        if math.isfinite(value) and not sign.lowest <= value <= sign.highest:
-            message = f"{sign.message.format(value)}. Likely cause: {sign.cause}"
-            findings.append(Finding(sign.metric, message, sign.collapse))
-    return findings
-
-
-def judge_scores(rows: Sequence[Row]) -> list[Finding]:
-    """A finding if the last of ``rows``, and no earlier one, is an epoch without an advantage.
-
-    The images of each prompt then have equal scores, such as 0. ``rows`` are training epochs.
-    """
-    flat = [
-        row.get("advantage/mean_abs") == 0 and row["advantage/dropped_share"] < 1 for row in rows
-    ]
-    if flat[-1:] != [True] or any(flat[:-1]):
-        return []
-    message = (
-        f"the images of each prompt have equal scores (means: {rewards_line(rows[-1], 'reward/')}),"
-        " so nothing could be learned from them. Look at the pictures and scores of an evaluation "
-        "(sheet.png, eval_data.jsonl): does the reward suit the prompts, and does the generator "
-        "reach it at all? More images, config.sample.num_images_per_prompt, differ more"
-    )
-    return [Finding("advantage/mean_abs", message)]
-
-
-def judge_evaluation(
-    rows: Sequence[Row], trained: Iterable[str], group: str = "eval/"
-) -> list[Finding]:
-    """Whether a ``trained`` reward rose significantly while another one fell.
-
-    ``rows`` are evaluations; the last is compared with the first. The names of their metrics begin
-    with ``group``: those of one prompt set, or of all.
-    """
-    trained = set(trained)
-    first = means(rows[0], group)
-    last = means(rows[-1], group)
-    gains = {}  # in standard errors of the difference
-    for name in last:
-        key = f"{group}{name}_stderr"
-        error = math.hypot(rows[0].get(key, math.nan), rows[-1].get(key, math.nan))
-        if name in first and error > 0:
-            gains[name] = (last[name] - first[name]) / error
-    risen = []
-    for name, gain in gains.items():
-        if name in trained and gain > _DIVERGENCE:
-            risen.append(name)
-    if not risen:
-        return []
-    findings = []
-    for name, gain in gains.items():
-        if name not in trained and gain < -_DIVERGENCE:
-            message = (
-                f"since the first evaluation {', '.join(risen)} rose, but {name}, which is not "
-                f"trained on, fell by {-gain:.1f} standard errors. Likely cause: the trained "
-                "reward is being exploited; look at the images, give it a weight in "
-                "config.train.reward_fn, or use config.train.beta > 0"
-            )
-            findings.append(Finding(f"{group}{name}_mean", message))
-    return findings

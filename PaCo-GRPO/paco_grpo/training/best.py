@@ -12,7 +12,7 @@ import numpy as np
 
 from paco_grpo.advantages.groups import AggregateFn, SetRewards, aggregate, weighted_sum
 from paco_grpo.data.sets import PromptSet
-from paco_grpo.monitoring import health
+from paco_grpo.monitoring import signs
 from paco_grpo.monitoring.metrics import rewards_line
 from paco_grpo.options import RunOptions
 from paco_grpo.training.checkpoints import checkpoint_name, epoch_of, list_checkpoints
@@ -36,8 +36,8 @@ def best_evaluation(
 ) -> Row | None:
     """The evaluation with the highest trained reward; the earliest of equal ones.
 
-    Only evaluations count where no guard has fallen (``health.judge_evaluation``) and no sign of
-    collapse stood in the epoch before (``health.judge_epoch``). Where there is none, the first
+    Only evaluations count where no guard has fallen (``signs.judge_evaluation``) and no sign of
+    collapse stood in the epoch before (``signs.judge_epoch``). Where there is none, the first
     evaluation is the best.
 
     Args:
@@ -54,9 +54,9 @@ def best_evaluation(
     for number, row in enumerate(evaluations, start=1):
         epoch = dict(epochs.get(row["epoch"], {}))
         epoch |= dict.fromkeys(epoch.get("not_finite", ()), math.nan)
-        findings = health.judge_epoch(epoch)
+        findings = signs.judge_epoch(epoch)
         for group, names in trained.items():
-            findings += health.judge_evaluation(evaluations[:number], names, group)
+            findings += signs.judge_evaluation(evaluations[:number], names, group)
         if not findings:
             candidates.append(row)
     known = []

@@ -17,6 +17,7 @@ from paco_grpo.data.sets import PromptSet, divide, items_in_turn, load_items, pr
 from paco_grpo.distributed import Strategy, main_decides, start_processes
 from paco_grpo.evaluation.evaluate import log_repeats
 from paco_grpo.monitoring.health import ReferenceProbe
+from paco_grpo.monitoring.log import kept_log
 from paco_grpo.monitoring.trackers import MetricsFile, Tracker
 from paco_grpo.objectives import create_objective
 from paco_grpo.options import ConfigError, RunOptions
@@ -80,7 +81,7 @@ def build_run(options: RunOptions, configuration_name: str = "run") -> Run:
 
 
 def claim_folder(folder: Path, claim: contextlib.ExitStack) -> None:
-    """Make the folder, and lock it until ``claim`` is closed.
+    """Make the folder, and until ``claim`` is closed, lock it and keep the log there.
 
     Raises UserError: Another trainer has it, or it cannot be made.
     """
@@ -92,6 +93,7 @@ def claim_folder(folder: Path, claim: contextlib.ExitStack) -> None:
             "config.save_dir"
         ) from error
     claim.enter_context(locked(folder))
+    claim.enter_context(kept_log(folder))
 
 
 def _build(

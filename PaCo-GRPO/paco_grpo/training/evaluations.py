@@ -7,7 +7,7 @@ from pathlib import Path
 
 from paco_grpo.distributed import Stopped, main_decides, same_outcome
 from paco_grpo.evaluation.evaluate import Evaluation
-from paco_grpo.monitoring import health
+from paco_grpo.monitoring import signs
 from paco_grpo.monitoring.metrics import rewards_line
 from paco_grpo.monitoring.trackers import Tracker
 from paco_grpo.rewards.registry import reward_weights
@@ -112,8 +112,7 @@ class Evaluations:
         run = self.run
         for prompt_set, rewards_of_set in zip(run.prompt_sets, run.set_rewards, strict=True):
             weights = rewards_of_set.weights
-            for finding in health.judge_evaluation(rows, weights, prompt_set.metrics):
-                logger.warning("%s (%s in metrics.jsonl)", finding.message, finding.sign)
+            signs.warn(signs.judge_evaluation(rows, weights, prompt_set.metrics))
 
 
 def _log_pictures(tracker: Tracker, folder: Path, epoch: int) -> None:

@@ -15,7 +15,7 @@ from PIL import Image
 
 from paco_grpo.advantages.groups import AdvantageResult, advantages_of_sets
 from paco_grpo.distributed import Stopped, any_process, gather_rows, same_outcome
-from paco_grpo.monitoring import health
+from paco_grpo.monitoring import signs
 from paco_grpo.monitoring.health import SampleObserver
 from paco_grpo.monitoring.metrics import epoch_line, epoch_metrics, of_epoch, set_metrics
 from paco_grpo.monitoring.progress import progress
@@ -27,7 +27,13 @@ from paco_grpo.training.evaluations import Evaluations
 from paco_grpo.training.resume import load_state
 from paco_grpo.training.run import Run
 from paco_grpo.training.sample import Rollouts
-from paco_grpo.training.stopping import StopSignal, StopTraining, require_scores, resumable
+from paco_grpo.training.stopping import (
+    StopSignal,
+    StopTraining,
+    TrainingStopped,
+    require_scores,
+    resumable,
+)
 from paco_grpo.training.verification import verify_run
 from paco_grpo.types import Item
 
@@ -120,9 +126,13 @@ class Trainer:
                 checkpoints.save_epoch()
                 verify_run(run)
             self.accelerator.end_training()
+            logger.info("finished after %d epochs: %s", self.state.epoch, run.folder)
+        except TrainingStopped as stopped:
+            if self.accelerator.is_main_process:  # every process stops for the same reason
+                logger.error("stopped: %s", stopped)
+            raise
         finally:
             run.close()
-        logger.info("finished after %d epochs: %s", self.state.epoch, run.folder)
 
     def _finished(self) -> bool:
         limit = self.options.max_train_minutes
@@ -273,8 +283,8 @@ class Trainer:
         with same_outcome(self.accelerator):
             if self.accelerator.is_main_process:
                 rows = [*self.run.metrics.rows("train"), metrics]
-                metrics |= health.against_first(rows)
-                findings = health.judge_epoch(metrics) + health.judge_scores(rows)
+                metrics |= signs.against_first(rows)
+                findings = signs.judge_epoch(metrics) + signs.judge_scores(rows)
         self.run.log("train", metrics)
         logger.info(
             "epoch %d/%d: %s; %.1f min left",
@@ -283,10 +293,7 @@ class Trainer:
             epoch_line(metrics),
             self._seconds_left() / 60,
         )
-        for finding in findings:
-            logger.warning(
-                "after epoch %d: %s (%s in metrics.jsonl)", epoch, finding.message, finding.sign
-            )
+        signs.warn(findings, f"after epoch {epoch}: ")
         collapsed = [finding.message for finding in findings if finding.collapse]
         if self.options.train.stop_on_collapse and any_process(self.accelerator, bool(collapsed)):
             why = collapsed[0] if collapsed else "see the message of the main process"

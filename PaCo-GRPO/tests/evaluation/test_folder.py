@@ -22,11 +22,11 @@ REWARDS = {"tiny_run:brightness": 1.0}
 
 
 COLORS = ("red", "lime", "blue", "white", "black")
-PROMPTS = ("dye it", "paint it", "bleach it", "burn it")
+PROMPTS = ("dye it", "paint\nit", "bleach it", "burn it" + 60 * " well")
 
 
 def test_an_edit_is_shown_beside_its_own_reference(tmp_path):
-    """In rows of two, and kept with a small copy of it."""
+    """In rows of two, above its prompt and scores, and kept with a small copy of it."""
     PartialState()
     folder = EvaluationFolder(tmp_path)
     plain = [Image.new("RGB", (32, 32), color) for color in COLORS]
@@ -36,17 +36,32 @@ def test_an_edit_is_shown_beside_its_own_reference(tmp_path):
         folder.add(number, after, Item(number, PROMPTS[number], references=(before,)))
         kept = Image.open(folder.reference_file(number))
         assert kept.tobytes() == before.tobytes()
-    folder.write_sheet(True)
+    scores = {"kept": np.array([0.5, np.nan, 0.25, 0.125]), "sharp": np.array([1, 2, 3, np.nan])}
+    folder.write_sheet(True, scores)
     sheet = Image.open(tmp_path / "sheet.png")
-    shown = [sheet.getpixel((x, y)) for y in (80, 258) for x in (80, 244, 416, 580)]
-    expected = ("red", "lime", "lime", "blue", "blue", "white", "white", "black")
-    assert shown == list(map(ImageColor.getrgb, expected))
-    for number, (before, after) in enumerate(edits):
-        alone = contact_sheet([after], [PROMPTS[number]], [before])
-        place = alone.width * (number % 2), alone.height * (number // 2)
-        caption = (0, 164, alone.width, alone.height)  # below the pictures
-        in_sheet = tuple(np.add(caption, place * 2))
-        assert sheet.crop(in_sheet).tobytes() == alone.crop(caption).tobytes()
+    captions = [
+        "0: dye it\n0.500 kept\n1.000 sharp",
+        "1: paint it\n2.000 sharp\n",
+        "2: bleach it\n0.250 kept\n3.000 sharp",
+        f"3: {PROMPTS[3]}\n0.125 kept\n",
+    ]
+    images = [after for _, after in edits]
+    expected = contact_sheet(images, captions, [before for before, _ in edits])
+    assert sheet.tobytes() == expected.tobytes()
+    shown = [sheet.getpixel((x, y)) for y in (80, 286) for x in (80, 244, 416, 580)]
+    colors = ("red", "lime", "lime", "blue", "blue", "white", "white", "black")
+    assert shown == list(map(ImageColor.getrgb, colors))
+
+
+def test_a_caption_stays_in_its_place():
+    """Below its own image; a long prompt is cut."""
+    image = Image.new("RGB", (32, 32), "red")
+    texts = [f"{text} and so on" * 20 for text in ("long", "other")]
+    sheet = contact_sheet([image, image], texts)
+    left, right = (sheet.crop((x, 164, x + 164, sheet.height)) for x in (0, 164))
+    assert left.tobytes() == contact_sheet([image], texts[:1]).crop((0, 164, 164, 178)).tobytes()
+    assert right.tobytes() == contact_sheet([image], texts[1:]).crop((0, 164, 164, 178)).tobytes()
+    assert left.tobytes() != right.tobytes()
 
 
 class Case:

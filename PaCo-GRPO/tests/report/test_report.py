@@ -5,10 +5,14 @@ import re
 import shutil
 
 import numpy as np
+from alternatives import Alternatives
 from tiny_run import rows_of
 
 from paco_grpo.options import RunOptions, options_to_yaml
-from paco_grpo.report import Name, Page, main, read_run, write_report
+from paco_grpo.report.__main__ import main
+from paco_grpo.report.names import Name
+from paco_grpo.report.page import Page, write_report
+from paco_grpo.report.run import read_run
 from paco_judge.files import read_json_lines
 
 
@@ -23,7 +27,7 @@ def test_a_whole_page(trained_run, tmp_path):
     for evaluation, lower in ((last, 0), (first, 1)):
         for number, row in enumerate(rows):
             row["prompt"] = f"<b> {number}"
-            row["rewards"]["brightness"] -= lower * number
+            row["rewards"]["brightness"] -= lower * (number + 1)
             row["file"] = files[number - lower]
         lines = [json.dumps(row) + "\n" for row in rows]
         (evaluation / "eval_data.jsonl").write_text("".join(lines))
@@ -43,10 +47,17 @@ def test_a_whole_page(trained_run, tmp_path):
         mean = evaluated["eval/brightness_mean"] - lower
         lines.append(json.dumps(evaluated | {"epoch": epoch, "eval/brightness_mean": mean}) + "\n")
     metrics.write_text("".join([*lines, metrics.read_text()]))
+    (folder / "log.txt").write_text(
+        "2026-11-29 19:13:27,994 WARNING paco_grpo.a: <too> long\n"
+        "2026-11-29 19:13:28,001 INFO paco_grpo.a: quiet\nsecond line\n"
+        "2026-11-29 19:14:27,994 WARNING paco_grpo.monitoring.signs: a sign\n"
+        "2026-11-29 20:13:27,994 WARNING paco_grpo.a: <too> long\n"
+    )
     run = read_run(folder)
     deviations = [row["reward/brightness_std"] for row in rows_of(trained_run.options, "train")]
-    errors = run.train["brightness"][:, 2]
+    _, _, errors, counts = run.train["brightness"].T
     np.testing.assert_allclose(errors, np.array(deviations) / 8**0.5)  # of the images of an epoch
+    assert set(counts) == {8} and set(run.test["brightness"][:, 3]) == {5}
     write_report(run, out, page)
     text = out.read_text()
     assert [path.name for path in out.parent.iterdir()] == ["report.html"]
@@ -55,8 +66,15 @@ def test_a_whole_page(trained_run, tmp_path):
         assert part in text
     assert "<td>7</td>" in text and "+3.000" in text  # since the first evaluation
     # Five images in pairs: those that changed most and least, and the other three.
-    assert "bright &amp; red +4.00" in text and "bright &amp; red +0.00" in text
+    assert "bright &amp; red +5.00" in text and "bright &amp; red +1.00" in text
+    assert "Fell" not in text  # all rose
     assert text.count("<figure>") == 2 * 5
+    assert "&lt;too&gt; long (2 times)" in text and "quiet" not in text and "a sign" not in text
+    alternatives = Alternatives(text).texts
+    assert len(alternatives) == text.count("<img") and "" not in alternatives
+    number, after = 2, rows[2]["rewards"]["brightness"] + 3
+    (shown,) = [alt for alt in alternatives if "after" in alt and alt.endswith(f"<b> {number}")]
+    assert f"bright & red {after:.2f}" in shown
 
 
 def test_a_run_that_has_only_begun(tmp_path, capsys):

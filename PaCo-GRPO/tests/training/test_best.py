@@ -11,7 +11,7 @@ from tiny_run import rows_of, tiny_options, train
 
 from paco_grpo.data.sets import prompt_sets
 from paco_grpo.options import make_options
-from paco_grpo.report import read_run
+from paco_grpo.report.run import read_run
 from paco_grpo.training import checkpoints as ckpt
 from paco_grpo.training.best import (
     BEST_EPOCH,

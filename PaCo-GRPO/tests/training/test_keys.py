@@ -64,6 +64,7 @@ def test_no_file_has_a_key(tiny_flux_dir, tmp_path, caplog, capfd):
     assert "api_key" in capfd.readouterr().err
     assert load_script("evaluate").main([*command, *as_words(both)]) == 0
     assert (output / "evaluation.json").is_file()
+    assert (folder / "log.txt").stat().st_size > 0
     assert files_with_secret(tmp_path) == []
     assert SECRET not in caplog.text and SECRET not in capfd.readouterr().err
 

@@ -1,0 +1,80 @@
+"""Writes one page about several runs side by side, also of other rewards, prompt sets and lengths."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from paco_grpo.report.names import HEALTH, limits_of, reward_name
+from paco_grpo.report.page import Page, card_of_plot, settings_line, template
+from paco_grpo.report.plots import RUNS, Curve
+from paco_grpo.report.run import RunReport
+from paco_grpo.report.verdict import judge, mean_of
+
+_TRAINING_ONLY = ("advantage/zero_std_share", "train/ratio_mean", "train/clip_share")
+# What an evaluation's numbers depend on, besides the weights.
+_EVALUATED = ("dataset", "datasets", "test", "seed", "pretrained")
+_PLACES = ("run_name", "save_dir", "resume_from", "num_processes")
+
+
+def write_comparison(runs: Sequence[RunReport], out: Path, title: str = "") -> None:
+    """Write the page ``out`` about ``runs``."""
+    page = Page()
+    labels = [f"{number}. {run.name}" for number, run in enumerate(runs, start=1)]
+    colors = [RUNS[number % len(RUNS)] for number in range(len(runs))]
+    cards = []
+    for label, color, run in zip(labels, colors, runs, strict=True):
+        verdict = judge(run, page.label)
+        cards.append({"label": label, "color": color, "verdict": verdict})
+        cards[-1]["settings"] = settings_line(run)
+    measured: dict[str, dict[str, Any]] = {}  # reward → its curves and table
+    health: dict[str, list[Curve]] = {}
+    for label, color, run in zip(labels, colors, runs, strict=True):
+        best = run.best["epoch"] if run.best else None
+        for reward, values in (run.overall | run.test).items():
+            entry = measured.setdefault(reward, {"curves": [], "rows": []})
+            entry["curves"].append(Curve(label, values, color, best))
+            means = {int(row[0]): mean_of(row[None]) for row in values}
+            first, last = min(means), max(means)
+            of_best = means.get(best) if best is not None else None
+            row = {"label": label, "color": color, "first": means[first], "best": of_best}
+            entry["rows"].append(row | {"last": means[last], "epoch": last})
+        for metric, values in run.health.items():
+            if metric not in _TRAINING_ONLY:
+                health.setdefault(metric, []).append(Curve(label, values, color))
+    rewards = []
+    for reward, entry in measured.items():
+        name = reward_name(reward, page.names)
+        rewards.append(card_of_plot(name, entry["curves"], []) | {"rows_of_runs": entry["rows"]})
+    text = template("compare.html").render(
+        title=title or ", ".join(run.name for run in runs),
+        cards=cards,
+        rewards=rewards,
+        health=[card_of_plot(HEALTH[name], health[name], limits_of(name)) for name in health],
+        differences=_differences(runs),
+    )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(text, encoding="utf-8")
+
+
+def _differences(runs: Sequence[RunReport]) -> list[dict[str, Any]]:
+    """Options that differ between the runs, with their values; first those of the evaluation."""
+    flat = [_flat(run.config) for run in runs]
+    rows = []
+    for name in dict.fromkeys(name for options in flat for name in options):
+        values = [options.get(name, "–") for options in flat]
+        if name not in _PLACES and any(value != values[0] for value in values):
+            is_evaluated = name.partition(".")[0] in _EVALUATED
+            texts = [str(value) for value in values]
+            rows.append({"name": name, "values": texts, "is_evaluated": is_evaluated})
+    return sorted(rows, key=lambda row: not row["is_evaluated"])
+
+
+def _flat(options: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Options by their dotted names."""
+    flat = {}
+    for name, value in options.items():
+        if isinstance(value, Mapping) and value:
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat
