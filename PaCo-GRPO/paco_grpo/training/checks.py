@@ -20,7 +20,7 @@ from paco_grpo.policies import PolicyLoadError, fewest_steps, policy_class, size
 from paco_grpo.policies.adapters import find_lora, objective_adapter
 from paco_grpo.policies.loading import is_step_distilled
 from paco_grpo.policies.speed import attention_problem
-from paco_grpo.rewards.registry import REWARDS, reward_weights
+from paco_grpo.rewards.registry import REWARDS, reward_weights, short_name
 from paco_grpo.sampling.denoise import transition_problem
 from paco_grpo.types import Item
 from paco_judge.client import DEFAULT_MODEL
@@ -106,7 +106,9 @@ def questionable(options: RunOptions, objective: Objective) -> list[str]:
             "sample.num_images_per_prompt=1: "
             "images of different prompts are compared with each other"
         )
-    if train.reward_fn and test.reward_fn and not test.reward_fn.keys() & train.reward_fn.keys():
+    # An evaluation asks nobody for votes, so it cannot have them.
+    others = [name for name in train.reward_fn if short_name(name) != "votes"]
+    if others and test.reward_fn and test.reward_fn.keys().isdisjoint(others):
         warnings.append(
             f"test.reward_fn has {', '.join(test.reward_fn)}, and none that is trained: "
             "--config.test.reward_fn= evaluates the trained rewards"

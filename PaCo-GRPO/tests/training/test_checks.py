@@ -35,6 +35,7 @@ TURBO = {"test.num_steps": "8", "sample.guidance_scale": "0"}
         ({"sample.num_images_per_prompt": "1"}, "sample.num_images_per_prompt=1"),
         ({"train.reward_fn": '{"ocr": 1}'}, "test.reward_fn"),
         ({"train.reward_fn": '{"ocr": 1}', "test.reward_fn": ""}, None),
+        ({"train.reward_fn": '{"paco_grpo.rewards.people:votes": 1}'}, None),
         ({"train.aggregate_fn": "log_tame_aggregate_fn"}, None),
         ({"train.aggregate_fn": "geometric_mean_aggregate_fn"}, "train.aggregate_fn="),
         ({"train.aggregate_fn": '{"name": "harmonic_mean_aggregate_fn"}'} | EQUAL, None),
