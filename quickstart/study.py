@@ -308,6 +308,8 @@ def finish(key: dict[str, Any]) -> None:
     teacher = teacher_of(key)
     if teacher is not None:
         finish(teacher)
+        if not folder_of(teacher).is_dir():  # it was trained on another machine
+            train(teacher)
     study_tables.add_results(key, train(key))
 
 

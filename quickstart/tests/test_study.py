@@ -116,12 +116,27 @@ def test_a_student_comes_after_a_teacher_of_another_seed(tmp_path, monkeypatch):
     monkeypatch.setattr(study_tables, "RESULTS", tmp_path / "results.csv")
     key = KEY | {"study": "methods", "run": "opd"}
     pd.DataFrame([key | {"run": "dpo"}]).to_csv(study_tables.RESULTS, index=False)
+    monkeypatch.setattr(study, "OUT", tmp_path)
     trained = []
-    monkeypatch.setattr(study, "train", lambda key: trained.append(key) or [{"epochs": 4}])
+
+    def train(key):
+        trained.append(key)
+        study.folder_of(key).mkdir()
+        return [{"epochs": 4}]
+
+    monkeypatch.setattr(study, "train", train)
     study.finish(key)
     study.finish(key)
     teacher = key | {"run": "nft", "seed": 3}
     assert trained == [teacher, key]
+    # Its rows may come from another machine.
+    rows = study_tables.read_results()
+    rows[rows["run"] != "opd"].to_csv(study_tables.RESULTS, index=False)
+    for folder in (study.folder_of(teacher), study.folder_of(key)):
+        folder.rmdir()
+    study.finish(key)
+    assert trained == [teacher, key, teacher, key]
+    assert len(study_tables.read_results()) == len(rows)
     checkpoint = study.folder_of(teacher) / "checkpoints" / "epoch_0016"
     assert f"--config.train.opd_teachers={{'nft': '{checkpoint}'}}" in study.training_arguments(key)
 
