@@ -101,7 +101,7 @@ def row_of(options: RunOptions, plan: Plan, pieces: generator.Pieces) -> Row:
     for gigabytes, card in CARDS.items():
         gib = GPUS[card][0]
         resident, adds = generator.memory(options, plan, pieces, gib * GIB)
-        peaks = generator.Estimate("", {}, resident, adds).peaks
+        peaks = generator.Estimate("", {}, None, resident, adds).peaks
         phase = max(peaks, key=peaks.__getitem__)
         needed = (peaks[phase] + generator.RESERVE) / GIB
         fits = needed <= gib

@@ -83,6 +83,25 @@ def people_t2is() -> ConfigDict:
     return config
 
 
+def t2is_one_gpu() -> ConfigDict:
+    """``t2is_variety`` on one card of 24 GB, beside a judge in 4 bits (docs/one-gpu.md).
+
+    The quickstart's numbers of prompts, images, epochs and σ, FLUX.2 Klein with 4 billion weights,
+    and evaluations of 32 images.
+    """
+    config = t2is_variety()
+    klein(config)
+    config.num_epochs = 16
+    config.eval_freq = 8
+    config.save_freq = 4
+    config.sample.unique_sample_num_per_epoch = 8
+    config.test.resolution = 512
+    config.test.num_images = 32
+    config.speed.offload_text = True  # the judge takes the memory that would let them stay
+    less_memory(config, 24, trained_clip=ON_CPU)
+    return config
+
+
 def t2is_qwen() -> ConfigDict:
     """Qwen-Image-2512, with true CFG."""
     config = t2is()

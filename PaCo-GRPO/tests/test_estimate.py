@@ -15,6 +15,7 @@ from paco_grpo.architectures import pipeline_of
 from paco_grpo.estimate import fake_device, generator, judge
 from paco_grpo.estimate.fake_device import FakeDevice, fake_cpu, measured
 from paco_grpo.estimate.judge import JudgePart
+from paco_grpo.estimate.report import num_evaluations
 from paco_grpo.policies import PolicySettings, load_policy
 from paco_grpo.policies.memory import quantizable
 
@@ -96,6 +97,7 @@ def tiny_flux(tiny_flux_dir):
 def test_an_epoch_of_a_tiny_flux(tiny_flux):
     flops = tiny_flux.epoch
     assert list(flops) == ["encode", "denoise", "decode", "train"]
+    assert tiny_flux.evaluation is None  # its prompts are not there
     # 84 images are denoised in 10 steps and trained in one. Weights are frozen: the backward pass
     # computes the gradients of inputs and of the adapter.
     assert 1.9 < 10 * flops["train"] / flops["denoise"] < 2.6
@@ -175,9 +177,12 @@ def test_an_objective_that_keeps_and_compares(tiny_flux_dir, tiny_flux):
 def command(tiny_flux_dir, tiny_flux, monkeypatch):
     """``estimate.py``, and what it gets as the estimate: the tiny FLUX's memory, other work."""
     work = {"denoise": 3.1e17, "train": 0.9e17}
-    flux = dataclasses.replace(tiny_flux, epoch=work, resident=dict(tiny_flux.resident))
+    flux = dataclasses.replace(
+        tiny_flux, epoch=work, evaluation=2.2e17, resident=dict(tiny_flux.resident)
+    )
     monkeypatch.setattr(generator, "estimate", lambda *_: flux)
-    monkeypatch.setattr(judge, "judge_part", lambda *_: JudgePart(["its line"], 900.0, gpus=2))
+    part = JudgePart(["its line"], 900.0, gpus=2, beside={"judge": 5 * GIB})
+    monkeypatch.setattr(judge, "judge_part", lambda *_: part)
     config = ["--config", f"{ROOT}/config/grpo.py:t2is"]
     config.append(f"--config.pretrained.model={tiny_flux_dir}")
 
@@ -206,10 +211,14 @@ def test_the_command_tells_seconds_of_an_epoch_and_hours_of_a_run(
     (row,) = (line.split() for line in lines if line.startswith("an epoch"))
     seconds = sum(flux.epoch.values()) / (1e12 * teraflops)
     assert [float(word) for word in row[-2:]] == [400_000, pytest.approx(seconds, abs=0.06)]
+    (row,) = (line.split() for line in lines if line.startswith("evaluation"))
+    assert row[-2:] == ["220000", f"{220_000 / teraflops:.1f}"]
     assert "its line" in lines
     hours = (seconds + 900) / 3600
     (toy,) = (line for line in lines if line.startswith("16 epochs"))
-    assert f": {16 * hours:.1f} hours, {5 * 16 * hours:.1f} GPU-hours" in toy
+    # One before training, at 10 and at the end.
+    whole = 16 * hours + 3 * 220_000 / teraflops / 3600
+    assert f" 3 evaluations: {whole:.1f} hours, {5 * whole:.1f} GPU-hours" in toy
     (published,) = (line for line in lines if line.startswith("6 hours"))
     assert f": {6 / hours:.0f} epochs, 30 GPU-hours" in published
 
@@ -218,9 +227,34 @@ def test_the_command_sets_its_status(command, capsys):
     run, flux = command
     assert run() == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("fits")
-    flux.resident["more"] = 30 * GIB
+    free = 23.5 * GIB - generator.RESERVE - max(flux.peaks.values())
+    flux.resident["more"] = int(free) - 6 * GIB
+    assert run("--gpu", "rtx4090") == 0
+    flux.resident["more"] = int(free) - 4 * GIB  # less than the judge needs beside it
     assert run("--gpu", "rtx4090") == 3
     assert capsys.readouterr().out.splitlines()[-1] == "lower the batch sizes or resolutions"
     with pytest.raises(SystemExit, match="2"):
         run("--gpu", "A100")  # two of them
     assert "A100 80GB or A100 40GB" in capsys.readouterr().err
+    assert run("--judge_gpus", "0", "--processes", "2") == 1
+
+
+@pytest.mark.parametrize(("frequency", "count"), [(0, 1), (5, 5), (8, 3), (10, 3), (30, 2)])
+def test_a_run_ends_with_an_evaluation(frequency, count):
+    assert num_evaluations(frequency) == count
+
+
+def test_an_evaluation_of_a_tiny_flux(tiny_flux_dir, tmp_path):
+    """7 of 9 prompts in 14 steps, beside an epoch's 16 images of 10 steps, of the same size."""
+    options = tiny(
+        tiny_flux_dir,
+        dataset=str(write_prompts(tmp_path, train=3, test=9)),
+        test__num_images="7",
+        test__num_steps="14",
+        sample__unique_sample_num_per_epoch="2",
+        sample__num_images_per_prompt="8",
+    )
+    estimated = generator.estimate(options, "tiny", 1, 80 * GIB)
+    epoch = estimated.epoch
+    expected = 7 / 16 * (14 / 10 * epoch["denoise"] + epoch["decode"]) + 7 / 2 * epoch["encode"]
+    assert estimated.evaluation == pytest.approx(expected, rel=1e-6)

@@ -1,12 +1,17 @@
 """The judge's part of scripts/estimate.py: questions, tokens, FLOPs, and the training's wait."""
 
+import math
+
 import numpy as np
 import pytest
+import torch
 from named import load
 from PIL import Image
+from test_estimate import run_on_fake
 from tiny_run import write_edits, write_prompts
 from transformers import Qwen2VLImageProcessor
 
+from paco_grpo.architectures import pipeline_of
 from paco_grpo.estimate import judge
 from paco_grpo.estimate.judge import Judge, Questions, judge_part, questions_of_epoch
 from paco_grpo.training.state import make_plan
@@ -23,7 +28,7 @@ MERGER = 5120**2 + 5120 * 3584
 @pytest.fixture(scope="module")
 def judges():
     """By number of copies."""
-    return {copies: Judge(copies) for copies in (1, 2)}
+    return {copies: Judge(copies) for copies in (1, 2, math.inf)}
 
 
 @pytest.mark.parametrize("size", [(256, 256), (341, 512), (170, 30), (20, 24), (3000, 1400)])
@@ -34,7 +39,7 @@ def test_an_image_has_the_tokens_that_the_real_processor_gives_it(size):
     assert judge.image_tokens(image) == np.prod(processed["image_grid_thw"]) / 4
 
 
-@pytest.mark.parametrize(("copies", "kept", "encoded"), [(1, 3, 4), (2, 1, 8)])
+@pytest.mark.parametrize(("copies", "kept", "encoded"), [(1, 3, 4), (2, 1, 8), (math.inf, 0, 12)])
 def test_what_is_kept_of_a_grid(judges, copies, kept, encoded):
     """The six pairs of a 2x2 grid begin with its first panel three times, with its second twice.
 
@@ -143,12 +148,45 @@ def test_the_report_adds_the_wait_to_the_epoch(tmp_path):
     waiting = judge.waiting_seconds(of_epoch.values(), 4.0, plan.rollout_batches, speed)
     total = 6.5 + waiting
     part = judge_part(options, phases, 3, 2, 0.5)
-    assert part[1:] == (pytest.approx(waiting), 2)
+    assert part[1:] == (pytest.approx(waiting), 2, {})
     assert f"an epoch takes {total:.1f} s: {plan.samples / total:.2f} images" in part.lines[-1]
-    assert judge_part(options_of("ocr", tmp_path), phases, 3, 2, 0.5) == ([], 0.0, 0)
+    assert judge_part(options_of("ocr", tmp_path), phases, 3, 2, 0.5) == ([], 0.0, 0, {})
+
+
+def test_a_judge_beside_the_training_waits_for_it_and_takes_its_memory(tmp_path):
+    options = options_of("t2is_variety", write_prompts(tmp_path, train=8, first_open=3))
+    asked = questions_of_epoch(options, make_plan(options, 1, 1), math.inf).values()
+    part = judge_part(options, {"denoise": 3.0, "train": 2.5}, 1, 0, 0.5)
+    work = sum(of_reward.flops for of_reward in asked)
+    assert part.waiting == pytest.approx(work / (judge.SHARE * 0.5e12)) and part.gpus == 0
+    linear = LANGUAGE + VISION + MERGER
+    others = 2 * 152_064 * 3584 + 1280 * 3 * 2 * 14**2  # embeddings, head, patches
+    expected = (1 / 2 + 1 / 64 + 1 / 4096) * linear + 2 * others
+    assert part.beside["judge"] == pytest.approx(expected, rel=2e-3)
+    tokens = max(of_reward.tokens / of_reward.count for of_reward in asked)
+    of_token = 28 * 2 * 2 * 512 + 4 * 2 * 18_944
+    largest = 2 * 3584 * 18_944
+    assert part.beside["its questions"] == pytest.approx(32 * tokens * of_token + largest, rel=1e-3)
+
+
+def test_a_token_of_the_judge_takes_what_its_forward_does():
+    """On fake tensors, with three of its layers and no images."""
+    model = pipeline_of("Qwen/Qwen-Image", torch.bfloat16).text_encoder
+    language = model.model.language_model
+    language.layers = language.layers[:3]
+    model.config.text_config.num_hidden_layers = 3
+
+    def ask(model, _):
+        ids = torch.ones(2, 700, dtype=torch.int64)
+        with torch.no_grad():
+            return model(input_ids=ids, use_cache=True, logits_to_keep=1)
+
+    peak = run_on_fake(model, ask, (1,)).peak
+    of_token = judge.bytes_of_token(model.config.text_config)
+    assert peak == pytest.approx(2 * 700 * of_token, rel=0.2)
 
 
 def test_without_its_prompts_a_run_has_no_judge_in_the_report(tmp_path):
     part = judge_part(options_of("t2is", tmp_path / "none"), {"train": 2.5}, 1, 2, 0.5)
     (line,) = part.lines
-    assert line.startswith("the judge is left out: ") and part[1:] == (0.0, 0)
+    assert line.startswith("the judge is left out: ") and part[1:] == (0.0, 0, {})

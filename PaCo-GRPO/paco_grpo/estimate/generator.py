@@ -28,6 +28,7 @@ from paco_grpo.sampling.denoise import Draws, Sampling, rollout
 from paco_grpo.training.resolve import resolve_defaults
 from paco_grpo.training.state import Plan, make_plan
 from paco_grpo.types import Conditioning, Item, Rollout
+from paco_judge.errors import UserError
 
 PROMPT = (
     "A 2x2 grid of images that show one fox in four seasons, "
@@ -55,6 +56,7 @@ class Estimate:
 
     title: str
     epoch: dict[str, float]  # FLOPs of an epoch, by phase
+    evaluation: float | None  # FLOPs of an evaluation; None: its prompts are not there
     resident: dict[str, int]  # bytes that stay on the device, by part
     adds: dict[str, dict[str, int]]  # bytes that a phase adds at its peak, by part
 
@@ -106,7 +108,7 @@ def estimate(options: RunOptions, name: str, processes: int, gpu_bytes: float) -
     )
     resident, adds = memory(options, plan, pieces, gpu_bytes)
     epoch = epoch_flops(options, plan, pieces)
-    return Estimate(title, epoch, resident, adds)
+    return Estimate(title, epoch, evaluation_flops(options, plan, pieces), resident, adds)
 
 
 def measure_pieces(options: RunOptions, plan: Plan, objective: Objective) -> Pieces:
@@ -299,6 +301,21 @@ def epoch_flops(options: RunOptions, plan: Plan, pieces: Pieces) -> dict[str, fl
         "decode": plan.rollout_batches * sampled.decode.flops,
         "train": updates * (pieces.before_update.flops + pieces.update.flops),
     }
+
+
+def evaluation_flops(options: RunOptions, plan: Plan, pieces: Pieces) -> float | None:
+    """FLOPs of an evaluation on each GPU; None: the number of its images is unknown."""
+    test = options.test
+    try:
+        items = len(load_items(prompt_sets(options), "test"))
+    except UserError:
+        return None
+    shown = pieces.evaluation
+    images = test.num_images or items
+    batches = math.ceil(math.ceil(images / plan.num_processes) / test.batch_size)
+    forwards = batches * test.num_steps / 2
+    texts = min(images, items) / plan.num_processes * shown.encode.flops
+    return texts + forwards * shown.denoise.flops + batches * shown.decode.flops
 
 
 # --- memory ---------------------------------------------------------------------------------------

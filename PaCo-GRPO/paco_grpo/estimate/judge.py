@@ -2,10 +2,12 @@
 
 The rewards themselves make the questions, about plain images of the run's sizes. FLOPs are those of
 Qwen2.5-VL-7B, the architecture of PaCo-Reward-7B, on vLLM. It computes the beginning of questions
-once if they share it (the system prompt and images), and encodes an image once.
+once if they share it (the system prompt and images), and encodes an image once. The server on
+transformers, which has the judge in 4 bits beside the training, computes all of every question.
 """
 
 import inspect
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -18,6 +20,7 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from paco_grpo.architectures import pipeline_of
 from paco_grpo.data.sets import divide, prompt_sets
+from paco_grpo.estimate.generator import NF4, RESERVE, bytes_of
 from paco_grpo.item import Item
 from paco_grpo.objectives import create_objective
 from paco_grpo.options import RunOptions
@@ -39,6 +42,7 @@ _BEGINNING = 14
 _AROUND_IMAGE = 2
 _END = 5
 _BLOCK = 16  # tokens in a block of vLLM's cache, which keeps whole blocks
+_BATCH = 32  # questions that the server on transformers answers together
 
 
 class Questions(NamedTuple):
@@ -53,9 +57,12 @@ class Questions(NamedTuple):
 
 
 class Judge:
-    """``copies`` of Qwen2.5-VL-7B, which answer in turn. Each has a cache of its own."""
+    """``copies`` of Qwen2.5-VL-7B, which answer in turn. Each has a cache of its own.
 
-    def __init__(self, copies: int) -> None:
+    With infinitely many, nothing is computed before.
+    """
+
+    def __init__(self, copies: float) -> None:
         self.copies = copies
         pipeline = pipeline_of("Qwen/Qwen-Image", torch.bfloat16)  # whose text encoder it is
         self._tokenizer = pipeline.tokenizer  # about as fine as the real one
@@ -98,7 +105,7 @@ class Judge:
         return self._text_tokens[text]
 
 
-def questions_of_epoch(options: RunOptions, plan: Plan, copies: int) -> dict[str, Questions]:
+def questions_of_epoch(options: RunOptions, plan: Plan, copies: float) -> dict[str, Questions]:
     """What each reward asks of a judge with ``copies``, by short name.
 
     Raises UserError: The training's prompts are not there.
@@ -165,6 +172,7 @@ class JudgePart(NamedTuple):
     lines: list[str]  # of the report
     waiting: float = 0.0  # seconds that the training waits for it in an epoch
     gpus: int = 0  # of its own
+    beside: Mapping[str, int] = {}  # bytes that it takes of the training's GPU, by part
 
 
 def judge_part(
@@ -176,30 +184,58 @@ def judge_part(
         options: Of the run.
         phases: Seconds of each phase of an epoch, without the wait.
         processes: GPUs that generate.
-        gpus: That serve the judge, one copy on each.
+        gpus: That serve the judge, one copy on each; 0: one in 4 bits is on the training's.
         stated: TFLOP a second of a GPU.
     """
     plan = make_plan(options, processes, create_objective(options).gradient_steps)
     try:
-        questions = questions_of_epoch(options, plan, gpus)
+        questions = questions_of_epoch(options, plan, gpus or math.inf)
     except UserError as error:
         return JudgePart([f"the judge is left out: {error}"])
     if not questions:
         return JudgePart([])
-    speed = gpus * SHARE * stated * 1e12
-    title = f"judge, {gpus} GPU(s)"
+    speed = max(gpus, 1) * SHARE * stated * 1e12
+    title = f"judge, {gpus} GPU(s)" if gpus else "judge, same GPU"
     lines = [f"\n{title:<22}questions   tokens  kept    TFLOP  seconds"]
     for name, (count, tokens, kept_tokens, _, flops, _) in questions.items():
         numbers = f"{count:9.0f}{tokens:9.0f}{kept_tokens / tokens:6.0%}{flops / 1e12:9.0f}"
         lines.append(f"{name:<22}{numbers}{flops / speed:9.1f}")
-    sampling = sum(seconds for phase, seconds in phases.items() if phase != "train")
-    waiting = waiting_seconds(questions.values(), sampling, plan.rollout_batches, speed)
+    if gpus:
+        sampling = sum(seconds for phase, seconds in phases.items() if phase != "train")
+        waiting = waiting_seconds(questions.values(), sampling, plan.rollout_batches, speed)
+    else:  # neither works faster while both do
+        waiting = sum(of_reward.flops for of_reward in questions.values()) / speed
     total = sum(phases.values()) + waiting
     lines.append(
         f"seconds: assumed {SHARE:.0%}. The training waits {waiting:.1f} s, so an epoch takes "
         f"{total:.1f} s: {plan.samples / total:.2f} images a second"
     )
-    return JudgePart(lines, waiting, gpus)
+    longest = max(of_reward.tokens / of_reward.count for of_reward in questions.values())
+    return JudgePart(lines, waiting, gpus, {} if gpus else bytes_in_4_bits(longest))
+
+
+def bytes_in_4_bits(tokens: float) -> dict[str, int]:
+    """What Qwen2.5-VL-7B takes of a GPU in 4 bits, with questions of so many tokens, by part."""
+    model = pipeline_of("Qwen/Qwen-Image", torch.bfloat16).text_encoder
+    weights = bytes_of(model)
+    layers = [layer for layer in model.modules() if type(layer) is nn.Linear]
+    layers.remove(model.lm_head)
+    for layer in layers:
+        weights -= int(layer.weight.nbytes - layer.weight.numel() * NF4)
+    largest = max(layer.weight.nbytes for layer in layers)  # in bfloat16 while it computes
+    return {
+        "judge": weights,
+        "its questions": int(_BATCH * tokens * bytes_of_token(model.config.text_config)) + largest,
+        "CUDA of its process": RESERVE,
+    }
+
+
+def bytes_of_token(config: Any) -> int:
+    """Most bytes of a token in a language model: keys and values of all layers, and in one layer
+    four tensors of the feed-forward part.
+    """
+    width = config.hidden_size // config.num_attention_heads * config.num_key_value_heads
+    return 2 * (2 * config.num_hidden_layers * width + 4 * config.intermediate_size)
 
 
 def waiting_seconds(

@@ -7,18 +7,19 @@ Needs no weights, no GPU, and a minute or two.
 
 The policy encodes, samples, decodes and trains at the model's real shapes on a device that computes
 shapes alone. The seconds assume that a GPU reaches a share of its stated peak (--share), and without
-compiled blocks no more than an H100 does. The judge's part needs the run's prompts. Not estimated:
-other rewards, reading and writing, the time to compile.
+compiled blocks no more than an H100 does. The parts of evaluations and of the judge need the run's prompts.
+Not estimated: other rewards, reading and writing, the time to compile.
 
 Exit status: 0 = it fits; 1 = an error; 2 = a wrong option; 3 = it does not fit.
 """
 
 import argparse
+import math
 from collections.abc import Sequence
 
 from paco_grpo.commands import parse_beside_options, start_logging
 from paco_judge.arguments import Parser
-from paco_judge.errors import run_command
+from paco_judge.errors import UserError, run_command
 
 GIB = 2**30
 # Of the stated peak, with compiled blocks. An H100 reaches 27 % without them for an image of 1024 px
@@ -59,7 +60,10 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=1, help="GPUs that share an epoch")
     share = f"of the stated peak that is reached (default {SHARE}; not compiled: see above)"
     parser.add_argument("--share", type=float, help=share)
-    text = "GPUs of the same kind that serve the judge of PaCo-Reward-7B's size (default 1)"
+    text = (
+        "GPUs of the same kind that serve the judge of PaCo-Reward-7B's size (default 1); 0: it is "
+        "in 4 bits on the training's one GPU, as in docs/one-gpu.md"
+    )
     parser.add_argument("--judge_gpus", type=int, default=1, help=text)
     arguments, rest = parse_beside_options(parser, words)
     return run_command(lambda: report(arguments, rest), ImportError, OSError)
@@ -87,6 +91,8 @@ def report(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     from paco_grpo.estimate.table import advice
     from paco_grpo.options import read_options
 
+    if arguments.judge_gpus == 0 and arguments.processes > 1:
+        raise UserError("--judge_gpus 0 is for --processes 1: the judge shares the one GPU")
     # Of bars, and of texts that are too long, which an estimate may shorten.
     for library in (diffusers_logging, transformers_logging):
         library.disable_progress_bar()
@@ -100,20 +106,30 @@ def report(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     for phase, flops in epoch.items():
         teraflops = flops / 1e12
         print(f"{phase:<12}{teraflops:>9.0f}{teraflops / (share * stated):>9.1f}")
+    speed = share * stated * 1e12
+    evaluation = (estimated.evaluation or 0) / speed
+    if evaluation:
+        print(f"{'evaluation':<12}{estimated.evaluation / 1e12:>9.0f}{evaluation:>9.1f}")
+    else:
+        print("evaluations are left out: there are no test prompts")
     print(f"seconds: assumed {share:.0%} of the stated {stated} TFLOP a second")
-    phases = {phase: flops / (share * stated * 1e12) for phase, flops in estimated.epoch.items()}
+    phases = {phase: flops / speed for phase, flops in estimated.epoch.items()}
     judge = judge_part(options, phases, arguments.processes, arguments.judge_gpus, stated)
     for line in judge.lines:
         print(line)
     hours = (sum(phases.values()) + judge.waiting) / 3600
-    print(lengths_of_runs(hours, arguments.processes + judge.gpus))
+    evaluations = num_evaluations(options.eval_freq)
+    gpus = arguments.processes + judge.gpus
+    print(lengths_of_runs(hours, evaluations, evaluations * evaluation / 3600, gpus))
     print("\nGiB on a GPU\nresident: " + _parts(estimated.resident))
     peaks = estimated.peaks
     for phase, peak in peaks.items():
         print(f"{phase:<12} {peak / GIB:6.1f}  + {_parts(estimated.adds[phase])}")
     worst = max(peaks, key=peaks.__getitem__)
-    spare = gib - (RESERVE + peaks[worst]) / GIB
+    spare = gib - (RESERVE + peaks[worst] + sum(judge.beside.values())) / GIB
     verdict = "fits" if spare >= 0 else "does not fit"
+    if judge.beside:
+        print(f"beside it: {_parts(judge.beside)}")
     print(
         f"\n{verdict}: peak {peaks[worst] / GIB:.1f} GiB ({worst}) + {RESERVE / GIB:.1f} "
         f"for CUDA itself leave {spare:.1f} GiB of {arguments.gpu}"
@@ -129,11 +145,24 @@ def assumed_share(stated: float, compiled: bool) -> float:
     return SHARE if compiled else min(SHARE, EAGER_LIMIT / stated)
 
 
-def lengths_of_runs(hours: float, gpus: int) -> str:
-    """Two lines about runs of known length, if an epoch takes ``hours`` on ``gpus`` GPUs."""
-    toy = TOY_EPOCHS * hours
+def num_evaluations(frequency: int) -> int:
+    """Of a run of ``TOY_EPOCHS``: the last is at its end."""
+    return 1 + math.ceil(TOY_EPOCHS / frequency) if frequency else 1
+
+
+def lengths_of_runs(hours: float, evaluations: int, of_evaluations: float, gpus: int) -> str:
+    """Two lines about runs of known length.
+
+    Args:
+        hours: Of an epoch.
+        evaluations: Of a run of ``TOY_EPOCHS``.
+        of_evaluations: Hours of all of them.
+        gpus: Those of the judge included.
+    """
+    toy = TOY_EPOCHS * hours + of_evaluations
     return (
-        f"{TOY_EPOCHS} epochs, as in the quickstart: {toy:.1f} hours, {toy * gpus:.1f} GPU-hours\n"
+        f"{TOY_EPOCHS} epochs, as in the quickstart, and {evaluations} evaluations: {toy:.1f} hours, "
+        f"{toy * gpus:.1f} GPU-hours\n"
         f"{PUBLISHED_HOURS} hours, the authors' time for FLUX.1-dev: "
         f"{PUBLISHED_HOURS / hours:.0f} epochs, {PUBLISHED_HOURS * gpus} GPU-hours"
     )

@@ -10,13 +10,15 @@ import httpx
 import numpy as np
 import pytest
 import tiny_judge
+import torch
+from bitsandbytes import functional as bitsandbytes
 from fastapi import FastAPI
 from PIL import Image
 from serving_tools import body, top_logprobs
 
 from paco_judge import Judge
 from paco_judge.client import Pair
-from paco_judge.identity import identity
+from paco_judge.identity import Match, identity, match
 from paco_judge.images import data_url, encode
 from paco_judge.questions import build_messages
 from paco_judge.scorer import JudgeScorer
@@ -204,3 +206,30 @@ async def test_a_judge_shrinks_an_image_alike_in_this_process_and_at_its_server(
     monkeypatch.delenv("VLLM_MAX_PIXELS")
     processor = JudgeScorer.from_pretrained(folder).processor
     assert processor.image_processor.size["longest_edge"] == 2_097_152
+
+
+async def test_a_judge_in_4_bits_is_one_with_rounded_weights_and_says_so(
+    judge_folder, pairs, serve
+):
+    rounded = JudgeScorer.from_pretrained(judge_folder)
+    before = [verdict.p_yes for verdict in rounded.score(pairs)]
+    for name, layer in rounded.model.named_modules():
+        if type(layer) is torch.nn.Linear and name != "lm_head":
+            weight = layer.weight.data
+            codes = bitsandbytes.quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
+            weight.copy_(bitsandbytes.dequantize_4bit(*codes))
+    expected = [verdict.p_yes for verdict in rounded.score(pairs)]
+    assert np.abs(np.subtract(expected, before)).max() > 1e-3
+    app = serve("--model", judge_folder, "--served-model-name", "Judge", "--quantize", "nf4")
+    transport = httpx.ASGITransport(app)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://e", timeout=120) as http,
+    ):
+        answers = await ask(http, *map(body, pairs))
+        (row,) = (await http.get("/v1/models")).json()["data"]
+    scores = [p_yes_from_top_logprobs(top_logprobs(answer)) for answer in answers]
+    np.testing.assert_allclose(scores, expected, atol=1e-5)
+    whole = identity(judge_folder)
+    assert match(whole, row["identity"]) is Match.DIFFERENT
+    assert match(row["identity"], f"{whole} + nf4") is Match.SAME

@@ -11,7 +11,7 @@ It needs the extra ``scorer`` (torch, transformers, peft). Shapes: B chats, L to
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -79,6 +79,7 @@ class JudgeScorer:
         batch_size: int = 16,
         form: RequestForm = DEFAULT_FORM,
         max_pixels: int | None = None,
+        quantize: Literal["nf4"] | None = None,
     ) -> "JudgeScorer":
         """Load a judge on the first GPU, as it is stored, or on the CPU in float32.
 
@@ -86,13 +87,15 @@ class JudgeScorer:
             model, adapter: Folder or hub name. Images are limited as in the adapter's training.
             max_pixels: Larger images are shrunk to it, unless the limit of model or adapter is
                 lower; 0: only to theirs; None: ``allowed_pixels``, as at a server.
+            quantize: ``nf4``: all linear layers but the last in 4 bits (QLoRA, arXiv 2305.14314),
+                which changes the scores. Needs bitsandbytes.
 
         Raises:
             UserError: The model or the adapter is missing, incomplete or does not fit.
             ValueError: It is no judge: without a chat template, or without tokens for Yes and No.
             OSError, SafetensorError: Its folder lacks a file, or one is damaged.
         """
-        from transformers import AutoModelForImageTextToText, AutoProcessor
+        from transformers import AutoModelForImageTextToText, AutoProcessor, BitsAndBytesConfig
 
         # cuDNN's attention, PyTorch's choice on H100 and newer, can be wrong for models with few
         # key and value heads (pytorch#193893).
@@ -105,7 +108,20 @@ class JudgeScorer:
             raise ValueError(
                 f"model {model} has no chat template; copy chat_template.jinja from its base model"
             )
-        loaded = from_pretrained_strict(AutoModelForImageTextToText, model, dtype=dtype).to(device)
+        options: dict[str, Any] = {"dtype": dtype, "device_map": {"": device}}
+        if quantize:
+            compute = torch.float32 if device == "cpu" else torch.bfloat16
+            options["quantization_config"] = BitsAndBytesConfig(
+                load_in_4bit=True,
+                bnb_4bit_quant_type="nf4",
+                bnb_4bit_use_double_quant=True,
+                bnb_4bit_compute_dtype=compute,
+            )
+        loaded = from_pretrained_strict(AutoModelForImageTextToText, model, **options)
+        for layer in loaded.modules():
+            # bitsandbytes' form for the CPU takes only widths that are multiples of 64.
+            if hasattr(layer, "support_avx512bf16_for_cpu"):
+                layer.support_avx512bf16_for_cpu = False
         if adapter is not None:
             loaded = load_adapter(loaded, adapter)
             if limits := image_limits(adapter):
