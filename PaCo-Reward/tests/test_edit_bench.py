@@ -3,10 +3,19 @@
 Scores: test_bench_road.py.
 """
 
+import json
+import sys
+import threading
+from types import SimpleNamespace
+
 import datasets
 import pandas as pd
+import pytest
+import uvicorn
 from bench_tools import EVALUATION, ContentJudge, edit_lines
-from pairing_tools import read_lines, write_lines
+from fakes import fake_judge
+from pairing_tools import digest, p_yes_of, read_lines, write_lines
+from PIL import Image
 
 from paco_eval import edit
 from paco_eval import vc as vc_reward
@@ -21,6 +30,8 @@ from paco_eval.edit import (
     parse_row,
     task_table,
 )
+from paco_grpo.rewards.registry import build_rewards
+from paco_grpo.rewards.remote.service import build_app
 from paco_judge.questions import load_editing_questions
 from paco_judge.verdict import Verdict
 
@@ -151,3 +162,64 @@ def test_ties_are_wrong_and_broken_rows_are_counted(choices, capsys, monkeypatch
 def test_winners():
     assert [vc_reward.winner_index(value, False) for value in (0, "1", "A", "b")] == [0, 1, 0, 1]
     assert [vc_reward.winner_index(value, True) for value in (1, "2")] == [0, 1]
+
+
+@pytest.fixture
+def edit_score(monkeypatch):
+    """A reward service of EditScore, whose package and model are stand-ins; (URL, grades)."""
+    parser = SimpleNamespace(parse_vlm_output_to_dict=json.loads)
+    prompts = {
+        "_context_no_delimit_reasoning_first": "context",
+        "_prompts_0shot_two_image_edit_rule": "rules",
+        "_prompts_0shot_tie_rule_SC": "edit: <instruction>",
+        "_prompts_0shot_rule_PQ": "quality",
+    }
+    package = SimpleNamespace(vie_prompts=SimpleNamespace(**prompts), json_parser=parser)
+    monkeypatch.setitem(sys.modules, "editscore", package)
+    monkeypatch.setitem(sys.modules, "editscore.json_parser", parser)
+
+    def grades(text, *images):
+        return [25 * p_yes_of(*map(digest, images), f"{text} {number}") for number in (1, 2)]
+
+    def respond(number, asked):
+        images, text = fake_judge.request_content(asked)
+        return 200, fake_judge.written(json.dumps({"score": grades(text, *images)})), {}
+
+    with fake_judge.FakeJudge(respond, models=["EditScore-7B"]) as model:
+        (reward,) = build_rewards(
+            {"edit_score": 1.0}, {"edit_score": {"base_url": model.url}}
+        ).values()
+        app = build_app(reward, "edit_score")
+        server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
+        thread = threading.Thread(target=server.run)
+        thread.start()
+        while not server.started:
+            thread.join(0.01)
+        (socket,) = server.servers[0].sockets
+        yield f"http://127.0.0.1:{socket.getsockname()[1]}", grades
+        server.should_exit = True
+        thread.join()
+
+
+def test_edit_score_grades_the_edits_in_each_dimension(edits, edit_score, capsys):
+    """Rows 3n to 3n+2 have the same edits and three dimensions."""
+    url, grades = edit_score
+    edits.file = edits.file.with_name("edit_score.jsonl")
+    words = ["--scorer", "edit_score", "--resize_edits"]
+    assert edits.main(*words) == 1
+    assert "--server" in capsys.readouterr().err
+    assert edits.main(*words, "--server", url, "--batch_size", "7") == 0
+    assert len(edits.rows) == 20
+    for row, item in zip(edits.rows, read_lines(edits.data), strict=True):
+        assert row["dimension"] == item["dimension"]
+        before = Image.open(edits.data.parent / item["input_image"])
+        expected = []
+        for file in item["output_images"]:
+            edit = Image.open(edits.data.parent / file).resize(before.size)
+            followed, kept = grades(f"context\nrules\nedit: {item['instruction']}", before, edit)
+            quality = min(grades("context\nquality", edit))
+            of = {"prompt_following": followed, "consistency": kept}
+            of["overall"] = (min(followed, kept) * quality) ** 0.5
+            expected.append(of[item["dimension"]] / 25)
+        assert row["scores"] == pytest.approx(expected)
+    assert "edit_score" in capsys.readouterr().out

@@ -16,7 +16,7 @@ from typing_extensions import override
 from paco_grpo.item import Item
 from paco_grpo.rewards.asking import ServerReward, plain_images
 from paco_grpo.rewards.judge import check_one_reference
-from paco_judge.questions import Pair, RequestForm
+from paco_judge.questions import EDIT_DIMENSIONS, Pair, RequestForm
 
 logger = logging.getLogger(__name__)
 
@@ -24,13 +24,17 @@ _TOKENS = 1024  # reasons come before the scores
 # As set by the package; each further pass adds 1 to the seed.
 _SEED = 42
 _TEMPERATURE = 0.7
+_DIMENSION = "edit_score_dimension"
+# Of the two scores of an edit: is the instruction followed, is the rest kept?
+_NUMBERS = {"prompt_following": 0, "consistency": 1}
 
 
 @dataclass(eq=False)
 class EditScore(ServerReward):
     """sqrt(lower edit score · lower quality score) / score_range, averaged over passes.
 
-    The model gives two scores of each kind.
+    The model gives two scores of each kind. An item's row may ask for one of the edit's two instead:
+    its ``edit_score_dimension`` is one of ``EDIT_DIMENSIONS``, as EditReward-Bench has them.
 
     Args:
         score_range: Upper end of the scale that the model was trained with.
@@ -61,8 +65,11 @@ class EditScore(ServerReward):
 
     @staticmethod
     def check_item(item: Item) -> None:
-        """Raises ValueError: The item does not have exactly one reference image."""
+        """Raises ValueError: The item does not have one reference image, or another dimension."""
         check_one_reference(item, "edit_score")
+        dimension = item.metadata.get(_DIMENSION, "overall")
+        if dimension not in EDIT_DIMENSIONS:
+            raise ValueError(f"{_DIMENSION} {dimension!r} is none of {', '.join(EDIT_DIMENSIONS)}")
 
     def prove(self, items: Sequence[Item]) -> None:
         """Ask about a plain image: the model must write its scores."""
@@ -82,20 +89,27 @@ class EditScore(ServerReward):
         for number in range(self.num_pass):
             seed = _SEED + number
             answers = self.client.generate(pairs, _TOKENS, temperature=_TEMPERATURE, seed=seed)
-            scores.append([self._lowest(answer.text, answer.error) for answer in answers])
-        edit_and_quality = np.reshape(scores, (self.num_pass, len(images), 2))
-        return np.sqrt(edit_and_quality.prod(axis=2)).mean(axis=0)
+            scores.append([self._scores(answer.text, answer.error) for answer in answers])
+        # (passes, images, edit and quality, two scores)
+        all_scores = np.reshape(scores, (self.num_pass, len(images), 2, 2))
+        overall = np.sqrt(all_scores.min(axis=3).prod(axis=2)).mean(axis=0)
+        of_edit = all_scores[:, :, 0].mean(axis=0)
+        for index, item in enumerate(items):
+            number = _NUMBERS.get(item.metadata.get(_DIMENSION, "overall"))
+            if number is not None:
+                overall[index] = of_edit[index, number]
+        return overall
 
-    def _lowest(self, answer: str | None, problem: str | None) -> float:
-        """The lower of an answer's two scores, in [0, 1]; NaN if it lacks two scores in range."""
+    def _scores(self, answer: str | None, problem: str | None) -> tuple[float, float]:
+        """An answer's two scores, in [0, 1]; NaN if it lacks two scores in range."""
         try:
             if answer is None:
                 raise ValueError(problem)
             first, second = map(float, self._parse(answer)["score"])
             scores = (first, second)
             if all(0 <= score <= self.score_range for score in scores):  # not true of NaN
-                return min(scores) / self.score_range
+                return first / self.score_range, second / self.score_range
             raise ValueError(f"a score is not in 0 to {self.score_range}")
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             logger.warning("edit_score: no scores: %s: %.500r", error, answer)
-            return math.nan
+            return math.nan, math.nan

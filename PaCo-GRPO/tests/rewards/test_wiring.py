@@ -1,6 +1,7 @@
 """Each image is scored with its own item by every reward, in whatever order, call and process."""
 
 import multiprocessing
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -131,3 +132,22 @@ def test_edit_score_averages_passes_that_differ(judge, packages):
     for number, products in passes.items():
         assert len(products) == 3
         assert scores[number] == pytest.approx(np.sqrt(list(products.values())).mean())
+
+
+def test_edit_score_of_a_dimension_is_one_of_the_edits_two_scores(judge, packages):
+    kwargs = {"base_url": judge.url, "num_pass": 2}
+    (reward,) = build_rewards({"edit_score": 1.0}, {"edit_score": kwargs}).values()
+    items = []
+    for item, dimension in zip(ITEMS, ("prompt_following", "consistency")):
+        items.append(replace(item, metadata={"edit_score_dimension": dimension}))
+    scores = reward(IMAGES[:2], items)
+    passes = [[], []]
+    for request in judge.requests:
+        shown = shown_to_judge(request)
+        if "edit, 0 to" in shown[-1]:
+            (number,) = [i for i in range(2) if IMAGES[i].tobytes() in shown]
+            passes[number].append(edit_scores(shown, request["seed"])[number] / 25)
+    assert scores == pytest.approx([np.mean(of_image) for of_image in passes])
+    assert reward(IMAGES[:1], ITEMS[:1])[0] not in scores
+    with pytest.raises(ValueError, match="style"):
+        reward.check_items([replace(ITEMS[0], metadata={"edit_score_dimension": "style"})])

@@ -1,6 +1,12 @@
-"""Image similarities in [0, 1] that need no judge and ignore the question (``eval.py --scorer``)."""
+"""What ``--scorer`` puts in the judge's place.
 
+Image similarities in [0, 1], which need no judge and ignore the question (``eval.py``), and
+EditScore (Edit-Bench's ``evaluation.py``).
+"""
+
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -45,6 +51,45 @@ def make_baseline(name: str, batch_size: int = 8) -> ScorePairs:
         return encoder.unit_features(images, batch_size).double().cpu().numpy()
 
     return partial(_similarities, features, _cosine_to_one)
+
+
+@dataclass(frozen=True)
+class GradedEdit(Pair):
+    """An image before and after an edit, whose instruction is ``question``."""
+
+    dimension: str = "overall"  # one of EDIT_DIMENSIONS
+
+
+class EditScoreService:
+    """EditScore's grades by the reward service ``edit_score`` of PaCo-GRPO, an engine.
+
+    Raises UserError: PaCo-GRPO is not installed, or no such service answers.
+    """
+
+    def __init__(self, server: str) -> None:
+        try:
+            from paco_grpo.item import Item
+            from paco_grpo.rewards.remote.client import RemoteReward
+        except ImportError as error:
+            raise UserError(
+                f"--scorer edit_score needs PaCo-GRPO ({error}); use the environment of setup.sh"
+            ) from error
+        self._item = Item
+        self._reward = RemoteReward("edit_score", server)
+        self.identity = self._reward.identity()
+
+    def __call__(self, pairs: Sequence[GradedEdit]) -> list[Verdict]:
+        items = []
+        for number, pair in enumerate(pairs):
+            row = {"edit_score_dimension": pair.dimension}
+            item = self._item(number, pair.question, metadata=row, references=(pair.image_a,))
+            items.append(item)
+        scores = self._reward([pair.images[1] for pair in pairs], items)
+        verdicts = []
+        for score in scores.tolist():
+            missing = math.isnan(score)
+            verdicts.append(Verdict(None, "EditScore gave no score") if missing else Verdict(score))
+        return verdicts
 
 
 def _similarities(

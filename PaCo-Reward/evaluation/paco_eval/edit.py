@@ -28,6 +28,7 @@ from typing import Any
 import pandas as pd
 from PIL import Image
 
+from paco_eval.baselines import EditScoreService, GradedEdit
 from paco_eval.benchmark import (
     Item,
     Row,
@@ -39,6 +40,7 @@ from paco_eval.benchmark import (
     read_results,
     rows_of,
     run_judge,
+    score_benchmark,
 )
 from paco_judge.errors import UserError, run_command
 from paco_judge.files import read_json_lines
@@ -211,12 +213,18 @@ class EditReward:
         """All questions about the better edit, then about the worse one."""
         self._task(item)
         texts = self._texts(item)
-        before, *edits = self.source.images(item.fields["index"])
+        before, *edits = self.images(item)
         pairs = []
         for edit in edits:
-            shown = edit.resize(before.size) if self.resize_edits else edit
-            pairs += [Pair(before, shown, text) for text in texts.values()]
+            pairs += [Pair(before, edit, text) for text in texts.values()]
         return pairs
+
+    def images(self, item: Item) -> list[Image.Image]:
+        """The image before the edits, and the edits as they are shown."""
+        before, *edits = self.source.images(item.fields["index"])
+        if self.resize_edits:
+            edits = [edit.resize(before.size) for edit in edits]
+        return [before, *edits]
 
     def result(self, item: Item, scores: Sequence[float]) -> Row:
         """The answers about both edits, by what each is about, and the edits' scores."""
@@ -234,6 +242,23 @@ class EditReward:
 
     def _texts(self, item: Item) -> dict[str, str]:
         return editing_texts(self.questions, item.row["instruction"], item.row["dimension"])
+
+
+class GradedByEditScore(EditReward):
+    """The same rows, whose edits EditScore grades in the row's dimension."""
+
+    def pairs(self, item: Item) -> list[Pair]:
+        """The better edit and the worse one."""
+        self._task(item)
+        before, *edits = self.images(item)
+        row = item.row
+        return [
+            GradedEdit(before, edit, row["instruction"], (), row["dimension"]) for edit in edits
+        ]
+
+    def result(self, item: Item, scores: Sequence[float]) -> Row:
+        """The grades of both edits."""
+        return {"task_type": self._task(item), "scores": list(scores)}
 
 
 def command_line(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -254,6 +279,12 @@ def command_line(arguments: list[str] | None = None) -> argparse.Namespace:
         f"instruction followed; one alone decides every dimension; default: {' '.join(EDITING)}",
     )
     parser.add_argument(
+        "--scorer",
+        choices=("edit_score",),
+        help="EditScore in place of the judge; --server is then the address of `bash "
+        "scripts/reward_service.sh edit_score` (PaCo-GRPO). As published: with --resize_edits",
+    )
+    parser.add_argument(
         "--resize_edits", action="store_true", help="show edits at the size of their input image"
     )
     parser.add_argument(
@@ -269,11 +300,34 @@ def evaluate(args: argparse.Namespace) -> int:
     if args.question:
         version = "-v" + "+".join(question.name for question in questions)
     source = EditRows(args.dataset, HUB_NAME, COLUMNS, "input_image", "output_images")
-    benchmark = EditReward(source, questions, args.resize_edits)
-    num_failed = run_judge(args, benchmark, questions, version, resize_edits=args.resize_edits)
+    if args.scorer:
+        num_failed = grade(args, GradedByEditScore(source, (), args.resize_edits))
+    else:
+        benchmark = EditReward(source, questions, args.resize_edits)
+        num_failed = run_judge(args, benchmark, questions, version, resize_edits=args.resize_edits)
     if num_failed < len(source.rows):
         save_tables(Path(args.results_dir), args.output)
     return num_failed
+
+
+def grade(args: argparse.Namespace, benchmark: GradedByEditScore) -> int:
+    """Score with EditScore; returns the number of rows without a result."""
+    if not args.server:
+        raise UserError(
+            "--scorer edit_score needs --server, the address of a reward service; start one in "
+            "PaCo-GRPO: bash scripts/reward_service.sh edit_score --kwargs "
+            """'{"base_url": "http://127.0.0.1:8000"}'"""
+        )
+    service = EditScoreService(args.server)
+    stamp = {
+        "model": args.scorer,
+        "asked": {"resize_edits": args.resize_edits},
+        "weights": service.identity,
+    }
+    file = Path(args.results_dir) / f"{args.scorer}.jsonl"
+    return score_benchmark(
+        benchmark, file, stamp, lambda: service, args.batch_size, args.continue_unknown
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
