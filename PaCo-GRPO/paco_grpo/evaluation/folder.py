@@ -2,6 +2,7 @@
 
 import io
 import math
+import os
 from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
@@ -97,8 +98,8 @@ class EvaluationFolder:
             return
         numbers, images, references, prompts = zip(*cells, strict=True)
         captions = []
-        for number, prompt in zip(numbers, prompts, strict=True):
-            lines = [f"{number}: {' '.join(prompt.split())}"]
+        for number, prompt in zip(numbers, _short(prompts), strict=True):
+            lines = [f"{number}: {prompt}"]
             for name, values in scores.items():
                 if not math.isnan(values[number]):
                     lines.append(f"{values[number]:.3f} {name}")
@@ -106,6 +107,15 @@ class EvaluationFolder:
         if None in references:
             references = ()
         contact_sheet(images, captions, references).save(self.path / "sheet.png")
+
+
+def _short(prompts: Sequence[str]) -> list[str]:
+    """Prompts in one line, without the words with which all of them begin."""
+    lines = [" ".join(prompt.split()) for prompt in prompts]
+    if len(set(lines)) == 1:
+        return lines
+    shared = os.path.commonprefix(lines).rpartition(" ")[0]
+    return [f"…{line.removeprefix(shared)}" if shared else line for line in lines]
 
 
 def thumbnail(image: Image.Image) -> Image.Image:

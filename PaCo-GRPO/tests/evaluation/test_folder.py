@@ -22,7 +22,7 @@ REWARDS = {"tiny_run:brightness": 1.0}
 
 
 COLORS = ("red", "lime", "blue", "white", "black")
-PROMPTS = ("dye it", "paint\nit", "bleach it", "burn it" + 60 * " well")
+PROMPTS = ("in red dye it", "in red\npaint it", "in red bleach it", "in red burn it" + 60 * " well")
 
 
 def test_an_edit_is_shown_beside_its_own_reference(tmp_path):
@@ -39,11 +39,11 @@ def test_an_edit_is_shown_beside_its_own_reference(tmp_path):
     scores = {"kept": np.array([0.5, np.nan, 0.25, 0.125]), "sharp": np.array([1, 2, 3, np.nan])}
     folder.write_sheet(True, scores)
     sheet = Image.open(tmp_path / "sheet.png")
-    captions = [
-        "0: dye it\n0.500 kept\n1.000 sharp",
-        "1: paint it\n2.000 sharp\n",
-        "2: bleach it\n0.250 kept\n3.000 sharp",
-        f"3: {PROMPTS[3]}\n0.125 kept\n",
+    captions = [  # without the words that are in all prompts
+        "0: … dye it\n0.500 kept\n1.000 sharp",
+        "1: … paint it\n2.000 sharp\n",
+        "2: … bleach it\n0.250 kept\n3.000 sharp",
+        f"3: …{PROMPTS[3].removeprefix('in red')}\n0.125 kept\n",
     ]
     images = [after for _, after in edits]
     expected = contact_sheet(images, captions, [before for before, _ in edits])
