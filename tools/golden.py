@@ -47,7 +47,9 @@ PACKAGES = {
 # With these, the working tree makes the inputs of both commits.
 SOURCES = ("PaCo-GRPO/tests", "PaCo-Reward/judge/tests")
 # A resumed run compares the optimizer's state. The others hold paths or times of files.
-NOT_COMPARED = re.compile(r"\.(lock|log|pt|bin)$|log\.txt$|training_loss\.png$|decoded_references\.txt$")
+NOT_COMPARED = re.compile(
+    r"\.(lock|log|pt|bin)$|log\.txt$|training_loss\.png$|decoded_references\.txt$"
+)
 # Keys whose values are never equal: times, and a hash of paths.
 UNEQUAL = re.compile(r"(^|[./])time/|(_time|runtime|seconds|per_second|dataset_content)$")
 # Read as 0: the port of JUDGE, and how long a report's training took.
