@@ -7,6 +7,8 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import NamedTuple
 
+from typing_extensions import override
+
 from paco_grpo.monitoring import signs
 
 NAME = "log.txt"
@@ -14,11 +16,19 @@ _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _ENTRY = re.compile(r"^\d{4}-\d\d-\d\d [\d:,]+ (?P<level>[A-Z]+) (?P<logger>\S+): (?P<message>.*)")
 
 
+class _WithoutKeys(logging.Formatter):
+    """Leaves out the key of a page's address: others may read the file."""
+
+    @override
+    def format(self, record: logging.LogRecord) -> str:
+        return re.sub(r"\?key=\S+", "", super().format(record))
+
+
 @contextlib.contextmanager
 def kept_log(folder: Path) -> Generator[None]:
     """Append to ``folder``/log.txt what is logged inside the block."""
     handler = logging.FileHandler(folder / NAME, encoding="utf-8", delay=True)
-    handler.setFormatter(logging.Formatter(_FORMAT))
+    handler.setFormatter(_WithoutKeys(_FORMAT))
     logging.getLogger().addHandler(handler)
     try:
         yield

@@ -34,6 +34,11 @@ REWARDS = {
         "judge: win rate",
         "The judge's probability that an image is better than others of its prompt.",
     ),
+    "votes": Name(
+        "a person's votes",
+        "What people answered on the run's page: 1 for what they like, or the best of a group, 0 "
+        "for what they do not, or the worst.",
+    ),
 }
 HEALTH = {
     "reward/within_minus_between": Name(

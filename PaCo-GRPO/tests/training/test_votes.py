@@ -55,6 +55,8 @@ def test_people_may_take_longer_than_processes_wait_for_each_other(tiny_flux_dir
     status = forked_runs.run(tiny_flux_dir, tmp_path, 4, meanwhile=vote_and_stop, **VOTES)
     assert status == [forked_runs.STOPPED] * 4 and stopped_s[0] < 10
     assert forked_runs.checkpoints(tmp_path) == ["epoch_0001"]
+    log = (tmp_path / "runs/run/log.txt").read_text()
+    assert "http://127.0.0.1:" in log and "key=" not in log
     first = json.loads((tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()[0])
     before = answers(tmp_path)
     given = [score for (epoch, *_), score in before.items() if epoch == 1 and score is not None]
