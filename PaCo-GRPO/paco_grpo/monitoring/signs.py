@@ -81,7 +81,7 @@ SIGNS = (
     Sign(
         metric="health/diversity_vs_first",
         meaning="the images of an open prompt become alike",
-        lowest=0.7,
+        lowest=0.5,
         message="images of an open prompt become alike: their diversity 1 − b has fallen to "
         "{:.2f} times its value in the first epochs",
         cause="images of a prompt become the same; use between_images as a factor "

@@ -1,7 +1,7 @@
 """Rules over the rows of metrics.jsonl: limits on constructed numbers, and on two real runs.
 
-metrics/ has numbers of two trainings of the quickstart's generator: ``good`` is PPO with
-between_images as a factor, ``collapsed`` is NFT with the judge's consistency alone.
+metrics/ has numbers of two trainings of the quickstart's generator (NFT): ``good`` with
+between_images as a factor (seed 1), ``collapsed`` with the judge's consistency alone (seed 22).
 """
 
 from collections import defaultdict
@@ -30,7 +30,7 @@ WELL = {
     ("sign", "bad", "good", "is_collapse"),
     [
         ("velocity_change", 0.9, 0.7, True),
-        ("diversity_vs_first", 0.65, 0.75, False),
+        ("diversity_vs_first", 0.45, 0.55, False),
         ("latent_std_vs_first", 0.4, 0.6, True),
         ("latent_std_vs_first", 2.5, 1.9, True),
         ("distinctness_vs_first", 0.1, 0.3, True),
@@ -101,7 +101,7 @@ def signs_of(rows):
 
 def test_real_runs():
     assert signs_of(run_of("good")) == {}
-    assert signs_of(run_of("collapsed")) == {"health/diversity_vs_first": list(range(5, 13))}
+    assert signs_of(run_of("collapsed")) == {"health/diversity_vs_first": list(range(6, 13))}
 
 
 @pytest.mark.parametrize("key", ["health/distinctness", "reward/between"])

@@ -70,13 +70,13 @@ def test_a_good_run(tmp_path):
     folder = write_run(tmp_path / "run", metrics_of("good"))
     verdict = verdict_of(folder)
     assert verdict.tone == "good"
-    assert in_order(verdict.headline, JUDGE, "rose", "0.497", "0.855", "epoch 16")
+    assert in_order(verdict.headline, JUDGE, "rose", "0.513", "0.873", "epoch 16")
     assert points_of(verdict, "Fell") == points_of(verdict, "Warned") == []
     (line,) = [line for line in points_of(verdict, "Rose") if JUDGE in line]
-    assert in_order(line, "0.497 ± 0.030", "0.855 ± 0.023", "+0.357 ± 0.038", "n = 96")
+    assert in_order(line, "0.513 ± 0.033", "0.873 ± 0.024", "+0.360 ± 0.040", "n = 96")
     curves = alternatives_of(folder)
-    assert in_order(curves[JUDGE], "0.497 → 0.855", "best after epoch 16")
-    assert curves["diversity"].endswith("limit 0.7")
+    assert in_order(curves[JUDGE], "0.513 → 0.873", "best after epoch 16")
+    assert curves["diversity"].endswith("limit 0.5")
 
 
 def test_a_collapsed_run(tmp_path):
@@ -84,13 +84,13 @@ def test_a_collapsed_run(tmp_path):
     folder = write_run(tmp_path / "run", metrics_of("collapsed"))
     verdict = verdict_of(folder)
     assert verdict.tone == "bad"
-    assert in_order(verdict.headline, JUDGE, "0.478", "0.962", "epochs 5–12", "epoch 4")
+    assert in_order(verdict.headline, JUDGE, "0.478", "0.962", "epochs 6–12", "epoch 4")
     (warned,) = points_of(verdict, "Warned")
-    assert "5–12" in warned and "0.12 times" in warned  # the last value
+    assert "6–12" in warned and "0.12 times" in warned  # the last value
     assert in_order(*points_of(verdict, "Best evaluation"), "epoch 4", "0.719", "epoch 12")
     curves = alternatives_of(folder)
     assert in_order(curves[JUDGE], "0.478 → 0.962", "best after epoch 4: 0.719")
-    assert in_order(curves["diversity"], "0.121", "limit 0.7")
+    assert in_order(curves["diversity"], "0.121", "limit 0.5")
 
 
 def test_a_reward_that_rises_while_its_guard_falls(tmp_path):
@@ -99,7 +99,7 @@ def test_a_reward_that_rises_while_its_guard_falls(tmp_path):
     folder = write_run(tmp_path / "run", rows)
     verdict = verdict_of(folder)
     assert verdict.tone == "bad"
-    words = (JUDGE, "rose", "but oracle alignment fell", "0.833", "0.400", "epochs 5–12")
+    words = (JUDGE, "rose", "but oracle alignment fell", "0.833", "0.400", "epochs 6–12")
     assert in_order(verdict.headline, *words)
     assert len(points_of(verdict, "Warned")) == 2
     curve = alternatives_of(folder)["oracle alignment"]
@@ -116,7 +116,7 @@ def test_a_reward_that_falls(tmp_path):
     last["eval/best_epoch"] = 0
     verdict = verdict_of(write_run(tmp_path / "run", rows))
     assert verdict.tone == "bad"
-    assert in_order(verdict.headline, JUDGE, "fell", "0.855", "0.497", "before training")
+    assert in_order(verdict.headline, JUDGE, "fell", "0.873", "0.513", "before training")
     assert "rose" not in verdict.headline
 
 
@@ -186,7 +186,7 @@ def test_a_run_that_has_not_finished(tmp_path, is_running):
 def test_without_an_evaluation(tmp_path):
     rows = [row for row in metrics_of("collapsed") if row["phase"] == "train"]
     verdict = verdict_of(write_run(tmp_path / "run", rows))
-    assert in_order(verdict.headline, JUDGE, "rose", "5–12") and "est eval" not in verdict.headline
+    assert in_order(verdict.headline, JUDGE, "rose", "6–12") and "est eval" not in verdict.headline
     write_run(tmp_path / "run", rows[:1], num_epochs=3)
     assert verdict_of(tmp_path / "run").tone == "unclear"
 
@@ -210,7 +210,7 @@ def test_runs_side_by_side(tmp_path, capsys):
         assert page.count(headline) == 1
     alternatives = Alternatives(page).texts
     (shared,) = [text for text in alternatives if text.startswith(JUDGE)]
-    assert in_order(shared, "1. a 0.478 → 0.962", "best after epoch 4", "2. b 0.497 → 0.855")
+    assert in_order(shared, "1. a 0.478 → 0.962", "best after epoch 4", "2. b 0.513 → 0.873")
     assert sum("ocr" in text for text in alternatives) == 1
     _, _, differences = page.partition("train.loss_type")
     assert in_order(differences, "nft", "awm") and "run_name" not in page
