@@ -112,7 +112,7 @@ def test_keys_alone(served, browser, scheme, width):
     ada.press(["Enter", "n"])
     ada.shows(3)
     ada.press("yn")
-    ada.tab.wait_for_function("state.kind === 'end'")
+    ada.tab.wait_for_function("() => state.kind === 'end'")
     assert "--pairs" in ada.tab.inner_text("#commands")
     fits = "document.documentElement.scrollWidth <= innerWidth"
     for tab in (ada, bob, again):

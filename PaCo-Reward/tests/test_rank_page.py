@@ -521,3 +521,50 @@ def test_current_answers_of_a_file():
     answers = people.current_answers(lines)
     found = {slot: line["answer"] for slot, line in answers.items()}
     assert found == {("a", False): 3, ("a", True): 4}
+
+
+def sides(output, name):
+    """train or test of each image of a data set."""
+    found = {}
+    for part in ("train", "test"):
+        for row in rows(output, f"{name}_{part}"):
+            found |= dict.fromkeys(row["images"], part)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["pairs", "editing"])
+def test_rows_that_come_later_leave_the_split_as_it_was(tmp_path, kind):
+    """New pairs may link an image of training with one for testing: they are left out."""
+    names = ("image1", "image2") if kind == "pairs" else ("source", "edited")
+    lines = []
+    for number in range(24):
+        noise(4, number).save(tmp_path / f"{number}.png")
+    for number in range(0, 20, 2):
+        line = {names[0]: f"{number}.png", names[1]: f"{number + 1}.png"}
+        label = ("Yes", "No")[number // 2 % 2]
+        if kind == "pairs":
+            lines.append(line | {"label": label, "theme": f"fox {number}"})
+        else:
+            lines.append(line | {"follows": label, "instruction": f"turn {number}"})
+    options = {"test_share": 0.3, "sets_per_prompt": None}
+    file = write_lines(tmp_path / "rows.jsonl", lines)
+    build(None, tmp_path / "out", **{kind: file}, **options)
+    name = "consistency_reward" if kind == "pairs" else "sharegpt_editing"
+    before = sides(tmp_path / "out", name)
+    assert set(before.values()) == {"train", "test"}
+
+    new = []
+    for first in range(20):  # each with image 20, which can be on one side only
+        row = lines[first % 10] | {names[0]: f"{first}.png", names[1]: "20.png"}
+        new.append(row)
+    write_lines(file, [*new, *lines[:3], *lines[4:]])  # one of them is taken back
+    counts = build(None, tmp_path / "out", **{kind: file}, **options, seed=6)["counts"]
+    after = sides(tmp_path / "out", name)
+    assert 0 < counts["across_the_split"] < len(new)
+    for image in before.keys() & after.keys():
+        assert after[image] == before[image]
+
+    strange = [row | {names[0]: "22.png", names[1]: "23.png"} for row in lines[:1]]
+    for others in (strange, [lines[0] | {"theme": "another", "instruction": "another"}]):
+        with pytest.raises(UserError, match="out was built"):
+            build(None, tmp_path / "out", **{kind: write_lines(file, others)}, **options)
