@@ -148,6 +148,16 @@ def test_front_page(terminal, port):
     assert (terminal.clone / "PaCo-Reward" / "models" / "PaCo-Reward-7B" / "config.json").is_file()
 
 
+def test_first_run(terminal, port):
+    page = (REPOSITORY / "docs" / "first-run.md").read_text()
+    (block,) = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
+    terminal.run(f"source ../.venv/bin/activate\n{block}", "PaCo-GRPO")
+    run = terminal.clone / "PaCo-GRPO" / "runs" / "mine"
+    *_, last = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    assert (last["phase"], last["epoch"]) == ("eval", 6) and "eval/brightness_mean" in last
+    assert (run / "report.html").is_file()
+
+
 EDITORS = (
     "bash scripts/single_node/train_flux_kontext.sh kontext_editing",
     "bash scripts/single_node/train_qwenimage_edit.sh qwen_editing",
