@@ -124,7 +124,7 @@ def judge(run: RunReport, label: Callable[[str], str]) -> Verdict:
     if not trained:
         parts.append("no trained reward can be compared yet")
     if guards:
-        parts.append(f"{_moved(guards)} without being trained")
+        parts.append(f"{_moved(guards)} (not trained)")
     headline = ", but ".join(parts)
     if trained and not is_evaluated_twice(run):
         headline += " in the training samples (there are no two evaluations yet)"
