@@ -79,6 +79,7 @@ def people_t2is() -> ConfigDict:
     """FLUX.1-dev, trained on your votes (docs/rewards.md); the settings are those of the toy world."""
     config = t2is()
     people(config)
+    config.test.num_images = 32  # more would keep you waiting
     config.test.reward_fn = {"subfig_clipI": 1.0, "subfig_clipT": 1.0, "pickscore": 1.0}
     return config
 
