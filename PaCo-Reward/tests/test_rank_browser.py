@@ -94,6 +94,7 @@ def test_keys_alone(served, browser, scheme, width):
     ada.shows(1)
     ada.tab.reload()
     ada.shows(1)
+    assert ada.tab.inner_text("#notice") == ""
 
     bob = Tab(browser.new_context(**screen))
     bob.enter(address, "Bob")

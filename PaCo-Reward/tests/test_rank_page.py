@@ -432,12 +432,17 @@ def test_problems_are_one_sentence_before_the_page_starts(sets, files, tmp_path,
     row = read_lines(sets / "sets.jsonl")[0]
     write_lines(alone / "sets.jsonl", [row | {"comp_images": row["comp_images"][:1]}])
     (alone / "prompt_data.jsonl").write_bytes((sets / "prompt_data.jsonl").read_bytes())
+    wide = tmp_path / "wide.csv"
+    wide.write_text("image1,image2\n0a.png,0b.png\n1a.png,1b.png,a fox, red\n")
+    bare = write_lines(tmp_path / "bare.jsonl", [{"image1": "0a.png"}])
     gone = write_lines(tmp_path / "gone.jsonl", read_lines(files.pairs))
     for options, named in (
         (["--sets", moved], "images"),
         (["--sets", alone], "row 1"),
         (["--sets", tmp_path], "sets.jsonl"),
         (["--pairs", gone], "0a.png"),
+        (["--pairs", wide], "row 2"),
+        (["--pairs", bare], "image2"),
         ([], "--sets"),
     ):
         words = ["rank", "--output", str(files.output), *map(str, options)]

@@ -2,8 +2,9 @@
 "use strict";
 
 const page = {
-  // Names this tab in requests: the server knows by it when a name is used in two tabs.
-  tab: Math.random().toString(36).slice(2, 10),
+  // Names this tab in requests, also after a reload: the server knows by it when a name is used in
+  // two tabs.
+  tab: sessionStorage.paco_tab ||= Math.random().toString(36).slice(2, 10),
 
   // Shows a sentence on top of the page; "" removes it.
   notice(text, bad = false) {

@@ -33,7 +33,9 @@ def read_all(output: Path) -> dict[str, dict[Slot, Mapping[str, Any]]]:
     """The answers of all people by name, and by slot, in the order in which they gave them."""
     people = {}
     for file in sorted((output / ANSWERS).glob("*.jsonl")):
-        people[file.stem] = current_answers(read_json_lines(file))
+        answers = current_answers(read_json_lines(file))
+        if answers:  # else somebody only looked
+            people[file.stem] = answers
     return people
 
 

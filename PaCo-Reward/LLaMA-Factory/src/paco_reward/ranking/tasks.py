@@ -106,7 +106,13 @@ def read_pairs(file: Path, output: Path) -> list[Task]:
     """
     tasks = {}
     for number, values in enumerate(read_table(file), start=1):
-        row = row_of(values | {"place": f"{file} row {number}"}, _PairRow)
+        place = f"{file} row {number}"
+        if None in values:
+            raise UserError(f"{place} has too many cells: put quotes around texts with commas")
+        try:
+            row = row_of(values | {"place": place}, _PairRow)
+        except UserError as error:
+            raise UserError(f"{place}: {error}") from error
         images = [existing(file.parent, name) for name in (row.image1, row.image2)]
         if _fingerprint(images[0]) == _fingerprint(images[1]):
             raise UserError(f"{row.place}: image1 and image2 are the same image")
