@@ -4,11 +4,12 @@
     study.py objectives --runs nft awm         # objectives with the quickstart's reward
     study.py resolution aggregation            # the two claims of docs/method.md
     study.py methods                           # w − b of six methods for the same epochs
+    study.py mend                              # a judge with a blind spot, mended by labels
     study.py correlation --seeds 0             # trains nothing: scores of small and large images
     study.py rewards --table                   # trains nothing: the table of finished runs
 
-It serves the judge in models/study_judge on port 8000 (or VLLM_PORT), and writes its prompts, the
-quickstart's of seed 0, itself. A run that results.csv has for this commit, judge and version of torch is not
+It serves the judge in models/study_judge on port 8000 (or VLLM_PORT), in the study ``mend`` those
+that it trains itself (paco_toy/mend.py), and writes its prompts, the quickstart's of seed 0. A run that results.csv has for this commit, judge and version of torch is not
 repeated, and a stopped run continues. Its folder in out/study is named by all of them. With
 NUM_PROCESSES=2 a training uses two cores.
 
@@ -20,6 +21,8 @@ A run has a row for each evaluation; the last row has all columns:
 - ``oracle_w``, ``oracle_b``, ``oracle_w_minus_b``: docs/rewards.md, "Agreement beyond other
   images", read by the oracle on open prompts.
 - ``consistency_after`` and the other measures of paco_toy/summary.py.
+- ``judge_accuracy``, ``further_accuracy``, ``further_unseen_accuracy``: of the judges of the study
+  ``mend`` (``accuracies`` of paco_toy/mend.py).
 - ``cpu_minutes``: of the trainer's processes, evaluations included, without the judge.
 - ``teraflops``: of the transformer in all epochs so far, without evaluations and without what
   trained a teacher; by estimate.py since December 2026.
@@ -153,10 +156,19 @@ METHODS: Runs = {
     "crd": ("toy_t2is_nft", METHOD | {"train.loss_type": "crd"}),
     "nft": ("toy_t2is_nft", METHOD),
 }
+# The quickstart's training, with enough pictures for labels and for 500 further pairs.
+MENDING = {"test.num_images": 192}
+MEND: Runs = {
+    "base": ("toy_t2is_nft", MENDING | {"num_epochs": 0}),
+    "exploited": ("toy_t2is_nft", MENDING),
+    "mended": ("toy_t2is_nft", MENDING),
+    "random": ("toy_t2is_nft", MENDING),
+}
 # Run -> the run of the next seed from which it learns.
 TEACHERS = {"opd": "nft"}
 STUDIES = {
     "methods": METHODS,
+    "mend": MEND,
     "rewards": REWARDS,
     "objectives": OBJECTIVES,
     "resolution": RESOLUTION,
@@ -249,10 +261,32 @@ def train(key: dict[str, Any]) -> list[dict[str, Any]]:
     for row in rows.values():
         row["teraflops"] = of_epoch * row["epochs"]
     evaluations = [rows[name] for name in sorted(rows)]
+    if key["study"] == "mend" and key["run"] != "base":
+        evaluations[-1] |= judged_columns(key)
     if is_new:  # else, only part of it was spent now
         spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         evaluations[-1]["cpu_minutes"] = spent / 60
     return evaluations
+
+
+def judged_columns(key: dict[str, Any]) -> dict[str, float]:
+    """Columns of the judge of a run in the study ``mend``.
+
+    Of the exploited run's pictures, pairs are chosen and labeled first.
+    """
+    from paco_toy import mend  # seconds, as above
+
+    folder = folder_of_judges(key["seed"])
+    name = key["run"]
+    if name == "exploited":
+        mend.choose_pairs(folder, folder_of(key), key["seed"], f"http://127.0.0.1:{judge_port()}")
+        name = "blind"
+    return mend.accuracies(folder, folder / "judges" / name, key["seed"])
+
+
+def folder_of_judges(seed: int) -> Path:
+    """The judges of the study ``mend``, with their data."""
+    return OUT / f"mend-judges-seed{seed}-{commit()}-torch{version('torch')}"
 
 
 def evaluate(arguments: list[str]) -> None:
@@ -320,6 +354,12 @@ def train_missing(
     if commit() == "unknown":
         raise SystemExit("study.py notes the commit of its runs: it needs git and a clone")
     build_prompt_sets(WORLD, seed=0)
+    if "mend" in studies:
+        for seed in seeds:
+            finish_mended(runs, seed)
+    studies = [study for study in studies if study != "mend"]
+    if not studies:
+        return
     judge_of_all = judge_id(judge)  # what is served, whatever the folder holds later
     with serving(judge):
         for study in studies:
@@ -328,6 +368,26 @@ def train_missing(
                     values = [study, name, seed, commit(), judge_of_all, version("torch")]
                     if runs is None or name in runs:
                         finish(dict(zip(KEY, values, strict=True)))
+
+
+def finish_mended(runs: list[str] | None, seed: int) -> None:
+    """Train the missing runs of the study ``mend``, each with its judge, which is trained first.
+
+    Without the exploited run there are no pictures to label, so it is never left out.
+    """
+    from paco_toy import mend  # seconds, as above
+
+    folder = folder_of_judges(seed)
+    for name in MEND:
+        if runs is not None and name not in (*runs, "exploited"):
+            continue
+        if name in mend.ARMS:
+            judge = mend.mended_judge(folder, name, seed)
+        else:
+            judge = mend.blind_judge(folder, seed)
+        values = ["mend", name, seed, commit(), judge_id(judge), version("torch")]
+        with serving(judge):
+            finish(dict(zip(KEY, values, strict=True)))
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results.csv"
 KEY = ["study", "run", "seed", "commit", "judge", "torch"]
 FROZEN_JUDGE = "11f2c42fa2"
+EACH = "each seed's"  # judge, in the study ``mend``
 # The others were quickstart's judges of that day in November 2026.
 JUDGES = {
     FROZEN_JUDGE: "frozen judge (models/study_judge)",
@@ -22,6 +23,7 @@ JUDGES = {
     "b373f6ab16": "judge of 26 November",
     "431f57b519": "judge of 25 November",
     "own": "each quickstart's own",
+    EACH: "trained in the study",
 }
 LABELS = {
     "oracle_w": "w",
@@ -31,6 +33,9 @@ LABELS = {
     "consistency_before": "the same before RL",
     "alignment_after": "panels show what is named",
     "darkness_after": "darkness, %",
+    "judge_accuracy": "judge on its tests",
+    "further_accuracy": "judge on the run's pictures",
+    "further_unseen_accuracy": "on what it did not see",
     "cpu_minutes": "CPU minutes",
     "teraflops": "TFLOPs",
     "teraflops_to_half": "TFLOPs to w − b = 0.5",
@@ -76,6 +81,8 @@ def tables(results: pd.DataFrame, study: str) -> str:
     of_study = results[results["study"] == study]
     if of_study.empty:
         return f"{study}: no finished runs"
+    if study == "mend":
+        of_study = of_study.assign(judge=EACH)
     parts = [table(of_study)]
     if study == "methods":
         parts.append(by_epoch(of_study))

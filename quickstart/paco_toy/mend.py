@@ -183,7 +183,7 @@ def mended_judge(folder: Path, arm: str, seed: int) -> Path:
 def accuracies(folder: Path, judge: Path, seed: int) -> dict[str, float]:
     """``judge_accuracy``: on the world's tests; ``further_…``: on pairs of the exploited run.
 
-    ``further_no_accuracy`` is on those that differ in the attribute that the blind judge does not
+    ``further_unseen_accuracy`` is on those that differ in the attribute that the blind judge does not
     see, and in no other.
     """
     scorer = JudgeScorer.from_pretrained(judge)
@@ -205,5 +205,7 @@ def accuracies(folder: Path, judge: Path, seed: int) -> dict[str, float]:
     is_yes = np.array([row["label"] == "Yes" for row in further])
     columns["further_accuracy"] = judge_report(p_yes, is_yes)["accuracy"]
     is_unseen = np.array([row["differing"] == [blind_to(seed)] for row in further])
-    columns["further_no_accuracy"] = judge_report(p_yes[is_unseen], is_yes[is_unseen])["accuracy"]
+    columns["further_unseen_accuracy"] = judge_report(p_yes[is_unseen], is_yes[is_unseen])[
+        "accuracy"
+    ]
     return columns
