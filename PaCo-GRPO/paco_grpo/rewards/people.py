@@ -72,7 +72,7 @@ class Votes:
         if form not in FORMS:
             raise ValueError(f"form={form!r} is none of {', '.join(FORMS)}")
         self.form = form
-        self.port = port
+        self.port = int(port)
         self.page: VotePage | None = None  # of the main process
         self._server: PageServer | None = None
         self._url = ""
