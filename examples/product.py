@@ -11,9 +11,11 @@ Not every editor takes several references (docs/real-weights.md#models).
 import argparse
 import json
 import shutil
+import sys
 from pathlib import Path
 
 from paco_grpo.data.prompts import load_prompts
+from paco_judge.errors import UserError, run_command
 from paco_judge.images import FORMATS, read_image
 
 SUFFIXES = {".jpg", *(f".{name.lower()}" for name in FORMATS)}
@@ -23,24 +25,27 @@ def boxes_of(photos):
     """{file: box in shares of width and height, or None} of the photos in a folder."""
     file = photos / "boxes.json"
     in_pixels = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    paths = [path for path in sorted(photos.iterdir()) if path.suffix.lower() in SUFFIXES]
-    unknown = in_pixels.keys() - {path.name for path in paths}
-    if unknown:
-        raise SystemExit(f"error: {file} names {min(unknown)!r}, which is no photo in {photos}")
     boxes = {}
-    for path in paths:
-        box = in_pixels.get(path.name)
+    for path in sorted(photos.glob("[!.]*")):
+        if path.suffix.lower() not in SUFFIXES:
+            continue
+        image = read_image(path)  # upright: a camera may have stored it turned
+        width, height = image.size
+        box = in_pixels.pop(path.name, None)
         if box is not None:
-            image = read_image(path)  # upright: a camera may have stored it turned
-            left, top, right, bottom = box
-            if not (0 <= left < right <= image.width and 0 <= top < bottom <= image.height):
-                size = f"{image.width}x{image.height}"
-                raise SystemExit(
-                    f"error: {file}: the box {box} is outside {path.name}, which has {size} pixels"
+            left, top, right, bottom = box if len(box) == 4 else [0] * 4
+            # Shares of width and height would be a box of one pixel.
+            if not (0 <= left <= right - 2 <= width - 2 and 0 <= top <= bottom - 2 <= height - 2):
+                raise UserError(
+                    f"{file}: {box} is no box in {path.name}, which has {width}x{height} pixels: "
+                    "left, top, right and bottom in pixels are needed"
                 )
-            width, height = image.size
             box = [left / width, top / height, right / width, bottom / height]
         boxes[path] = box
+    if in_pixels:
+        raise UserError(f"{file} names {min(in_pixels)!r}, which is no photo in {photos}")
+    if not boxes:
+        raise UserError(f"{photos} has no photos: {', '.join(sorted(SUFFIXES))}")
     return boxes
 
 
@@ -50,8 +55,8 @@ def write(photos, scenes, folder, references):
     lines = [line.strip() for line in scenes.read_text(encoding="utf-8").splitlines()]
     lines = [line for line in lines if line]
     if not 1 <= references <= len(boxes) or len(lines) < 5:
-        raise SystemExit(
-            f"error: {len(lines)} scenes and {len(boxes)} photos, but at least five scenes and "
+        raise UserError(
+            f"{len(lines)} scenes and {len(boxes)} photos, but at least five scenes and "
             f"{references} photos are needed"
         )
     folder.mkdir(parents=True, exist_ok=True)
@@ -78,4 +83,4 @@ if __name__ == "__main__":
     parser.add_argument("scenes", type=Path)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--references", type=int, default=1, help="photos of an item (default 1)")
-    write(**vars(parser.parse_args()))
+    sys.exit(run_command(lambda: write(**vars(parser.parse_args())), OSError, ValueError))

@@ -16,7 +16,7 @@ from product import boxes_of
 
 from paco_grpo.item import Item
 from paco_grpo.rewards.registry import build_rewards
-from paco_judge.errors import run_command
+from paco_judge.errors import UserError, run_command
 from paco_judge.images import read_image
 
 parser = argparse.ArgumentParser(description="Scores of a product's photos and of other photos.")
@@ -36,6 +36,8 @@ def compare(photos, others, server, model, question):
     reward = build_rewards({name: 1.0}, {name: kwargs})[name]
     reward.check()
     boxes = boxes_of(photos)
+    if len(boxes) < 2:
+        raise UserError(f"{photos} has one photo, which is compared with none: two are needed")
     items = []
     for number, (path, box) in enumerate(boxes.items()):
         row = {"reference_boxes": [box]}
@@ -55,4 +57,4 @@ def compare(photos, others, server, model, question):
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(lambda: compare(**vars(parser.parse_args()))))
+    sys.exit(run_command(lambda: compare(**vars(parser.parse_args())), OSError))

@@ -14,6 +14,7 @@ from tiny_run import ROOT, overrides_for, rows_of, train, write_edits
 
 from paco_grpo.data.prompts import load_prompts
 from paco_grpo.options import load_options
+from paco_judge.errors import UserError
 
 BOXES = {"back.png": [4, 0, 20, 24], "front.jpg": [8, 2, 40, 30]}  # pixels
 SCENES = [f"show it in place {number}" for number in range(11)]
@@ -22,6 +23,7 @@ SCENES = [f"show it in place {number}" for number in range(11)]
 def write_photos(folder, **boxes):
     """Three photos of 48x32, 32x40 and 64x32 pixels; the second one is stored turned."""
     folder.mkdir()
+    (folder / "._front.jpg").write_bytes(b"of macOS")
     picture(1, 32, 48).save(folder / "front.jpg")
     turned = picture(2, 40, 32).transpose(Image.Transpose.ROTATE_90)
     turned.save(folder / "back.png", exif=_turned_by(6))
@@ -64,12 +66,14 @@ def test_a_scene_with_each_photo_and_the_next_ones_is_an_item(tmp_path):
         ({"front.jpg": [8, 2, 49, 30]}, 1, "48x32"),
         ({"back.png": [4, 0, 33, 24]}, 2, "32x40"),  # upright
         ({"top.png": [0, 0, 1, 1]}, 3, "top.png"),
+        ({"front.jpg": [0.1, 0.1, 0.9, 0.8]}, 1, "front.jpg"),  # shares
+        ({"side.png": [1, 2, 30]}, 1, "side.png"),
         ({}, 4, "3 photos"),
     ],
 )
 def test_photos_that_do_not_fit_are_named(tmp_path, boxes, references, named):
     write_photos(tmp_path / "photos", **boxes)
-    with pytest.raises(SystemExit, match=named) as error:
+    with pytest.raises(UserError, match=named) as error:
         write_set(tmp_path / "photos", references)
     assert "\n" not in str(error.value)
 
