@@ -87,6 +87,15 @@ def test_no_label_is_left_out_and_together_they_are_a_tenth(old, labels, caplog)
     assert set(test.values()) == {1} and not {key[0] for key in train} & {key[0] for key in test}
 
 
+def test_labels_that_share_an_image_cannot_be_kept_back(old, labels, caplog):
+    rows = []
+    for line in labels.read_text().splitlines()[:20]:
+        rows.append(json.loads(line) | {"image2": "suspects/image2_0.png"})
+    mend(write_lines(labels, rows), old, test_share=0.4)
+    assert "--test_share" in caplog.text
+    assert not (old / f"{KEPT_BACK}.json").exists()
+
+
 def test_labels_of_edits(old, tmp_path):
     """Both questions about each edit, also of a nearly unchanged picture."""
     rows = []
@@ -113,6 +122,7 @@ def test_labels_of_edits(old, tmp_path):
     [
         ({"beside": "nowhere"}, "nowhere"),
         ({"beside": None}, "--beside"),
+        ({"beside": f"pairs, {MENDED}"}, "--name"),
         ({"pairs": "labels.jsonl"}, "--pairs"),
         ({"reasons": True}, "--server"),
     ],

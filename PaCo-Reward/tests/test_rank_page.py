@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -241,6 +242,46 @@ def test_one_name_in_two_tabs_and_two_people(sets, tmp_path, visit):
     assert ranking["rank_images"] == names[::-1]
 
 
+def test_a_name_in_another_case_is_the_same_person(sets, tmp_path):
+    asked = tasks.read_sets(sets)[:4]
+    for name, num_done in (("Ada", 0), ("ADA", 1), ("ada", 2)):
+        with ExitStack() as stack:
+            page = Visit(stack, tmp_path, asked)
+            assert page.state(name)["done"] == num_done
+            assert page.post(name, skipped=True).json()["name"] == "Ada"
+    assert [file.name for file in (tmp_path / "answers").glob("*.jsonl")] == ["Ada.jsonl"]
+
+
+def test_a_line_of_somebody_absent_that_was_cut_off_stops_nobody(files, visit):
+    answers = files.output / "answers"
+    answers.mkdir(parents=True)
+    (answers / "Bob.jsonl").write_text('{"task": "some", "ag')
+    page = visit(files.output, tasks.read_pairs(files.pairs, files.output))
+    end = page.answer_all("Ada", lambda state: {"label": "No"})
+    assert end["kind"] == "end" and len(page.file("pairs.jsonl")) == 5
+    damaged = files.output / "damaged"
+    (damaged / "answers").mkdir(parents=True)
+    (damaged / "answers" / "Eve.jsonl").write_text('damaged\n{"task": "some"}\n')
+    with ExitStack() as stack, pytest.raises(UserError, match="Eve"):
+        Visit(stack, damaged, page.asked)
+
+
+def test_a_picture_that_is_gone_at_the_end_loses_no_answer(sets, tmp_path, visit):
+    folder = Path(shutil.copytree(sets, tmp_path / "sets"))
+    asked = [task for task in tasks.read_sets(folder) if task.part == "test"][:3]
+    page = visit(tmp_path / "people", asked, folder)
+    content = asked[0].pictures[0].read_bytes()
+    asked[0].pictures[0].unlink()
+    for _ in asked:
+        state = page.state("Ada")
+        response = page.post("Ada", **order_of(page, state, page.task(state).row["comp_images"]))
+    assert response.status_code == 422 and asked[0].pictures[0].name in response.json()["error"]
+    assert len(page.file("rankings.jsonl")) == 3
+    asked[0].pictures[0].write_bytes(content)
+    assert page.state("Ada")["kind"] == "end"
+    assert len(page.file("benchmark/consistency_full_rank.jsonl")) == 3
+
+
 def test_what_is_asked_twice_measures_a_person_and_changes_nothing(sets, tmp_path, visit):
     page = visit(tmp_path, tasks.read_sets(sets))
     seen = {}
@@ -341,6 +382,15 @@ def test_kendalls_w_is_friedmans_statistic(count, people):
     ranked = [dict(zip("abcdef", row, strict=False)) for row in table]
     expected = friedmanchisquare(*np.array(table).T).statistic / (people * (count - 1))
     assert agreement.kendalls_w(ranked) == pytest.approx(expected)
+
+
+def test_a_skip_of_what_is_asked_again_is_no_skipped_answer():
+    answered = {"kind": "pair", "answer": {"label": "No"}}
+    skipped = {"kind": "pair", "answer": None}
+    answers = {("a", False): answered, ("b", False): skipped, ("a", True): skipped}
+    person = agreement.measure({"Ada": answers})["people"]["Ada"]
+    assert (person["answers"], person["skipped"], person["asked_again"]) == (2, 1, 1)
+    assert person["with_themselves"]["n"] == 0
 
 
 def test_kendalls_w_of_those_who_agree_and_who_contradict():
@@ -488,8 +538,9 @@ def test_the_command_ends_with_its_files_and_refuses_a_taken_port(sets, files):
 
 def test_answers_to_an_earlier_file_stay_in_the_results(files, visit, tmp_path):
     pairs = tasks.read_pairs(files.pairs, files.output)
-    page = visit(files.output, pairs[:2])
-    page.answer_all("Ada", lambda state: {"label": "No"})
+    with ExitStack() as stack:
+        page = Visit(stack, files.output, pairs[:2])
+        page.answer_all("Ada", lambda state: {"label": "No"})
     later = visit(files.output, pairs[2:])
     later.answer_all("Bob", lambda state: {"label": "Yes"})
     labels = {row["theme"]: row["label"] for row in later.file("pairs.jsonl")}

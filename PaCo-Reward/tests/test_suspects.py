@@ -118,7 +118,11 @@ def test_of_pictures_that_rose_most(grids, tmp_path, server):
 
 def test_answers_are_kept_and_a_file_is_not_overwritten(grids, tmp_path, server, capsys):
     output = tmp_path / "suspects.jsonl"
+    (tmp_path / "suspects").mkdir()
+    others_picture = tmp_path / "suspects" / "sheet.png"
+    others_picture.write_bytes(b"of somebody else")
     first, _ = choose(grids, output, server, "--n", 7, "--asked", 15)
+    assert others_picture.exists()
     assert main(["suspects", str(grids), "--output", str(output), "--server", server.url]) == 1
     assert str(output) in capsys.readouterr().err
     output.unlink()

@@ -73,7 +73,7 @@ def _panels(file: Path, rows: int, cols: int) -> list[Image.Image]:
     return split_image(load_image(file), rows, cols)
 
 
-@dataclass
+@dataclass(eq=False)
 class Suspect:
     """A pair that a person may be asked about."""
 
@@ -135,9 +135,9 @@ def run(args: argparse.Namespace) -> int:
     )
     client.check()
     judge = answers.Judge(client, args.continue_unknown)
-    suspects = spread(suspects, args.asked or _ASKED_FOR_EACH * args.n, args.seed)
+    candidates = spread(suspects, args.asked or _ASKED_FOR_EACH * args.n, args.seed)
     folder = args.output.with_suffix("")
-    suspects = without_duplicates(suspects, folder, is_editor)
+    suspects = without_duplicates(candidates, folder, is_editor)
     encoder = local_encoder()
     if encoder is None:
         logger.warning(
@@ -151,14 +151,23 @@ def run(args: argparse.Namespace) -> int:
         compare_features(suspects, encoder, folder, args.n)
     chosen = choose(suspects, args.n)
     is_themed = "theme" in questions[0].fields
-    rows = [_row(suspect, reason, folder, is_editor, is_themed) for suspect, reason in chosen]
+    rows = []
+    counts: Counter[str] = Counter()  # by reason
+    prompts = set()
+    pictures: set[str] = set()
+    for suspect, reason in chosen:
+        rows.append(_row(suspect, reason, folder, is_editor, is_themed))
+        counts[reason] += 1
+        prompts.add(suspect.prompt)
+        pictures.update(suspect.images)
     write_json_lines(args.output, rows)
-    _keep_pictures(folder, [suspect for suspect, _ in chosen])
-    for reason, count in Counter(reason for _, reason in chosen).items():
+    # Of what this command wrote, the rest goes; the folder may also hold other people's pictures.
+    for suspect in candidates:
+        for name in set(suspect.images) - pictures:
+            (folder / name).unlink(missing_ok=True)
+    for reason, count in counts.items():
         print(f"{count:>6}  {reason}")
-    print(
-        f"{len(rows)} pairs of {len({suspect.prompt for suspect, _ in chosen})} prompts: {args.output}"
-    )
+    print(f"{len(rows)} pairs of {len(prompts)} prompts: {args.output}")
     return 0
 
 
@@ -182,7 +191,7 @@ def read_run(folder: Path, reward: str | None = None) -> tuple[list[Suspect], bo
     for row in rows:
         before = first_scores.get((row["item_id"], row["seed"]), {})
         rises[row["file"]] = _rise(before, row["rewards"], reward)
-    if not any(rise is not None for rise in rises.values()):
+    if set(rises.values()) == {None}:
         wanted = reward or " or ".join(REWARDS)
         logger.warning("no pair is chosen by its rise: two evaluations with %s are needed", wanted)
     is_editor = any(row["reference"] for row in rows)
@@ -276,13 +285,15 @@ def without_duplicates(suspects: Sequence[Suspect], folder: Path, is_editor: boo
 
     A pair of two near-duplicates says nothing about consistency, but an edit may be small.
     """
+    names: list[str] = []
     for suspect in suspects:
         suspect.images = (_stored(suspect.panels[0], folder), _stored(suspect.panels[1], folder))
-    names = itertools.chain.from_iterable(suspect.images for suspect in suspects)
+        names += suspect.images
     leader = leaders(names, folder, _DUPLICATE_BITS)
     different: dict[tuple, Suspect] = {}
     for suspect in suspects:
-        shown = tuple(leader[name] for name in suspect.images)
+        first, second = suspect.images
+        shown = (leader[first], leader[second])
         if is_editor:
             different.setdefault((shown, suspect.about), suspect)
         elif shown[0] != shown[1]:
@@ -311,6 +322,7 @@ def ask(
     """Set ``p_yes`` and ``worth`` of the pairs that have all answers. Raises UserError."""
     field_name = "instruction" if is_editor else "theme"
     asked: list[dict[str, answers.PairQuestion]] = []
+    all_questions: list[answers.PairQuestion] = []
     for suspect in suspects:
         texts = [question.text(**{field_name: suspect.about.strip()}) for question in questions]
         first, second = suspect.images
@@ -320,7 +332,7 @@ def ask(
         if len(texts) == 2:
             of_pair["other"] = (first, second, texts[1])
         asked.append(of_pair)
-    all_questions = list(itertools.chain.from_iterable(of_pair.values() for of_pair in asked))
+        all_questions += of_pair.values()
     print(f"{len(set(all_questions))} questions about {len(suspects)} pairs", flush=True)
     known = answers.ask(all_questions, folder, judge, "questions")
     for suspect, of_pair in zip(suspects, asked, strict=True):
@@ -345,14 +357,15 @@ def compare_features(
     """Replace HIGHEST by FAR_APART: P(Yes) · (1 − cosine), of the pairs with the highest P(Yes)."""
     by_p_yes = sorted(suspects, key=lambda suspect: -suspect.p_yes)
     compared = by_p_yes[: max(1, _ENCODED_FOR_EACH * count // len(REASONS))]
-    names = sorted({name for suspect in compared for name in suspect.images})
+    names = sorted(set().union(*(suspect.images for suspect in compared)))
     features = encoder.unit_features([load_image(folder / name) for name in names], batch_size=16)
-    numbers = {name: number for number, name in enumerate(names)}
+    by_name = dict(zip(names, features, strict=True))
     for suspect in suspects:
         del suspect.worth[HIGHEST]
     for suspect in compared:
-        first, second = (features[numbers[name]] for name in suspect.images)
-        suspect.worth[FAR_APART] = suspect.p_yes * (1 - float(first @ second))
+        first, second = suspect.images
+        cosine = float(by_name[first] @ by_name[second])
+        suspect.worth[FAR_APART] = suspect.p_yes * (1 - cosine)
 
 
 def choose(suspects: Sequence[Suspect], count: int) -> list[tuple[Suspect, str]]:
@@ -375,10 +388,9 @@ def choose(suspects: Sequence[Suspect], count: int) -> list[tuple[Suspect, str]]
         for place, suspect in enumerate(ordered):
             turns.append((numbers[suspect.prompt], place))
             numbers[suspect.prompt] += 1
-        taken = [ordered[place] for _, place in sorted(turns)[:wanted]]
-        chosen += [(suspect, reason) for suspect in taken]
-        identities = set(map(id, taken))
-        left = [suspect for suspect in left if id(suspect) not in identities]
+        for _, place in sorted(turns)[:wanted]:
+            chosen.append((ordered[place], reason))
+            left.remove(ordered[place])
     return chosen
 
 
@@ -386,7 +398,8 @@ def _row(
     suspect: Suspect, reason: str, folder: Path, is_editor: bool, is_themed: bool
 ) -> dict[str, Any]:
     """A line of FILE. Without a theme, build-dataset asks what needs none."""
-    first, second = (f"{folder.name}/{name}" for name in suspect.images)
+    first = f"{folder.name}/{suspect.images[0]}"
+    second = f"{folder.name}/{suspect.images[1]}"
     if is_editor:
         row = {"source": first, "edited": second, "instruction": suspect.about}
     else:
@@ -394,11 +407,3 @@ def _row(
         if is_themed:
             row["theme"] = suspect.about
     return row | {"chosen_by": reason, "p_yes": suspect.p_yes}
-
-
-def _keep_pictures(folder: Path, chosen: Sequence[Suspect]) -> None:
-    """Remove the pictures of all other pairs."""
-    kept = {name for suspect in chosen for name in suspect.images}
-    for file in folder.glob("*.png"):
-        if file.name not in kept:
-            file.unlink()

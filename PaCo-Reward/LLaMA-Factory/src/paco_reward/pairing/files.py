@@ -82,14 +82,19 @@ def claim(
             )
     write_json(note, known | stated)
     for part, of_part in rows.items():
-        unseen = [row for row in of_part if row not in known_rows.get(part, [])]
-        known_rows[part] = known_rows.get(part, []) + unseen
+        known_of_part = known_rows.setdefault(part, [])
+        seen = set(map(tuple, known_of_part))  # there may be 100,000
+        for row in of_part:
+            if tuple(row) not in seen:
+                known_of_part.append(row)
     write_json(rows_file, known_rows)
 
 
 def _continues(before: Sequence[list[str]], after: Sequence[list[str]]) -> bool:
     """Whether rows have images of earlier ones, and no pair of images has another text."""
-    images = {image for first, second, _ in before for image in (first, second)}
+    images: set[str] = set()
+    for first, second, _ in before:
+        images |= {first, second}
     texts: tuple[dict, dict] = ({}, {})
     for rows, of_pairs in zip((before, after), texts, strict=True):
         for first, second, text in rows:

@@ -27,10 +27,12 @@ def are_edits(options: Namespace) -> bool:
 def count_beside(options: Namespace) -> int:
     """The pairs that the labels come beside. Raises UserError: A data set cannot be read."""
     count = 0
-    for name in options.beside.split(","):
-        examples = load_examples(options.output, name.strip())
+    for name in map(str.strip, options.beside.split(",")):
+        if name == f"{options.name}{SUFFIX}_{TRAIN}":
+            raise UserError(f"{name} of --beside would be written over; choose another --name")
+        examples = load_examples(options.output, name)
         if examples is None:
-            raise UserError(f"data set {name.strip()} is no local ShareGPT file")
+            raise UserError(f"data set {name} is no local ShareGPT file")
         count += len(examples)
     return count
 
@@ -52,6 +54,12 @@ def parts_of(
 ) -> Mapping[str, list[LabeledPair]]:
     """All pairs as TRAIN and TEST; those of TRAIN so often that they are SHARE of an epoch."""
     testing = kept_back(pairs, options.test_share, options.seed)
+    if options.test_share and not testing:
+        logger.warning(
+            "no labels are kept back for testing: those that share an image stay together, and "
+            "none of these groups is small enough; raise --test_share (%s)",
+            options.test_share,
+        )
     train = [pair for pair in pairs if pair.group not in testing]
     if not train:
         raise UserError(f"{options.mend} has no labels for training; see --test_share")

@@ -40,14 +40,14 @@ class Split:
         The metadata's own choice comes first, then what is decided already.
         """
         themes = {item.theme: item.split or self.themes.get(item.theme) for item in items}
-        tested = [theme for theme, part in themes.items() if part == TEST]
         is_needed = share > 0 and len(themes) > 1
         num_tested = max(1, round(share * len(themes))) if is_needed else 0
+        num_left = num_tested - list(themes.values()).count(TEST)
         for theme in sorted(themes, key=lambda theme: order_key(seed, "split", theme)):
-            if themes[theme] is None and len(tested) < num_tested:
+            if themes[theme] is None and num_left > 0:
                 themes[theme] = TEST
-                tested.append(theme)
-        self.themes |= {theme: part or TRAIN for theme, part in themes.items()}
+                num_left -= 1
+            self.themes[theme] = themes[theme] or TRAIN
 
     def without_crossing(
         self, pairs: Sequence[LabeledPair], leader: Mapping[str, str], counts: Counter
@@ -66,11 +66,11 @@ class Split:
             if part and parts.get(first) != TRAIN:
                 parts[first] = part
         # Pairs of earlier calls come first: a new image may lead to both sides.
-        earlier = sorted(
+        ordered = sorted(
             pairs, key=lambda pair: not self.images.keys() >= {pair.first, pair.second}
         )
         kept = set()
-        for pair in earlier:
+        for pair in ordered:
             roots = [images[leader[pair.first]], images[leader[pair.second]]]
             sides = {parts[root] for root in roots if root in parts}
             if not pair.group and len(sides) > 1:
@@ -99,9 +99,10 @@ class Split:
         self, pairs: Iterable[LabeledPair], items: Iterable[PromptItem], testing: set[str]
     ) -> None:
         """Take in what a call decided; ``testing``: its groups of TEST."""
+        themed = set()
         for item in items:
             self.themes[item.theme] = TEST if item.group in testing else TRAIN
-        themed = {item.group for item in items}
+            themed.add(item.group)
         for pair in pairs:
             if pair.group not in themed:
                 part = TEST if pair.group in testing else TRAIN

@@ -30,7 +30,10 @@ def kendalls_w(ranked: Sequence[Mapping[str, float]]) -> float | None:
     Rank Correlation Methods, chapter 6). None: all candidates are equal to all people.
     """
     names = sorted(ranked[0])
-    table = np.array([[person[name] for name in names] for person in ranked])
+    rows = []
+    for person in ranked:
+        rows.append([person[name] for name in names])
+    table = np.array(rows)
     people, count = table.shape
     squares = ((table.sum(axis=0) - people * (count + 1) / 2) ** 2).sum()
     ties = 0.0
@@ -71,23 +74,21 @@ def measure(people: Mapping[str, Answers]) -> dict[str, Any]:
     by_person = {}
     first_answers: dict[str, dict[str, Mapping[str, Any]]] = {}  # by task and name
     for name, answers in people.items():
-        own: list[bool] = []
+        same: list[bool] = []  # when asked again
+        counts = {"answers": 0, "skipped": 0, "asked_again": 0}
         for (task, again), row in answers.items():
-            if row["answer"] is None:
-                continue
+            is_skipped = row["answer"] is None
             if not again:
-                first_answers.setdefault(task, {})[name] = row
+                counts["answers"] += 1
+                counts["skipped"] += is_skipped
+                if not is_skipped:
+                    first_answers.setdefault(task, {})[name] = row
                 continue
+            counts["asked_again"] += 1
             first = answers.get((task, False))
-            if first is not None and first["answer"] is not None:
-                own += comparisons(row["kind"], first["answer"], row["answer"])
-        asked_again = sum(again for _, again in answers)
-        by_person[name] = {
-            "answers": len(answers) - asked_again,
-            "skipped": sum(row["answer"] is None for row in answers.values()),
-            "asked_again": asked_again,
-            "with_themselves": _share(own),
-        }
+            if not is_skipped and first is not None and first["answer"] is not None:
+                same += comparisons(row["kind"], first["answer"], row["answer"])
+        by_person[name] = counts | {"with_themselves": _share(same)}
     between = {kind: _between(kind, first_answers) for kind in (SET, PAIR, EDIT)}
     return {"people": by_person, "between_people": between}
 

@@ -11,7 +11,7 @@ from paco_judge.files import hash_value
 from paco_judge.pages import person_name
 from paco_reward.pairing.answers import split_verdict
 from paco_reward.pairing.inputs import plain_text
-from paco_reward.ranking.people import Answer, Person
+from paco_reward.ranking.people import ANSWERS, Answer, Person
 from paco_reward.ranking.tasks import EDIT_LABELS, PAIR, SET, Task, shown_order
 
 _SEEN_S = 12.0  # a tab that asked so lately is open
@@ -21,11 +21,16 @@ _LONGEST_REASON = 1000
 class RankPage:
     """What ``paco_judge.pages.page_app`` serves.
 
+    A name is the same in upper and lower case: a person who types it another way goes on.
+
     Args:
         order: What each person is asked, see ``tasks.in_order``.
         output: The folder of the results.
         finish: Is called when a person has answered all; returns the commands that come next.
         stack: Closes the files of answers.
+
+    Raises:
+        UserError: A file of answers is damaged.
     """
 
     html = Path(__file__).with_name("rank.html")
@@ -41,13 +46,16 @@ class RankPage:
         self._output = output
         self._finish = finish
         self._stack = stack
-        self._people: dict[str, Person] = {}
+        self._people: dict[str, Person] = {}  # by name in lower case
         self._tabs: dict[str, dict[str, float]] = {}  # when each tab of a name last asked
         self._slots = {}
         for task, again in order:
-            self._slots[hash_value([task.key, again])[:16]] = (task, again)
+            self._slots[_question(task, again)] = (task, again)
         self._shown: dict[str, dict[str, Path]] = {}  # pictures that each person is asked about
         self._commands: list[str] = []
+        # Opening a file removes a line that a power loss cut off: the results are of all files.
+        for file in sorted((output / ANSWERS).glob("*.jsonl")):
+            self._opened(file.stem)
 
     def state(self, query: Mapping[str, str]) -> dict[str, Any]:
         """What a person is asked now. Without a name: only how much there is."""
@@ -71,7 +79,7 @@ class RankPage:
         except OSError as error:
             raise UserError(f"the answer could not be written: {error}") from error
         if not person.open_tasks():
-            self._commands = self._finish()
+            self._commands = []
         return self._state(body) | {"replaced": replaces}
 
     def undo(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -87,46 +95,60 @@ class RankPage:
         return None
 
     def _person(self, query: Mapping[str, Any]) -> Person:
-        name = person_name(query.get("name"))
-        if name not in self._people:
-            self._people[name] = Person(name, self._output, self._order, self._stack)
-        self._tabs.setdefault(name, {})[str(query.get("tab"))] = time.monotonic()
-        return self._people[name]
+        person = self._opened(person_name(query.get("name")))
+        self._tabs.setdefault(person.name, {})[str(query.get("tab"))] = time.monotonic()
+        return person
+
+    def _opened(self, name: str) -> Person:
+        key = name.casefold()
+        if key not in self._people:
+            self._people[key] = Person(name, self._output, self._order, self._stack)
+        return self._people[key]
 
     def _state(self, query: Mapping[str, Any]) -> dict[str, Any]:
         person = self._person(query)
         left = person.open_tasks()
         now = time.monotonic()
         tabs = self._tabs[person.name]
-        others = [tab for tab in tabs if tab != str(query.get("tab"))]
+        is_other_open = False
+        for tab, last_asked in tabs.items():
+            if tab != str(query.get("tab")) and now - last_asked < _SEEN_S:
+                is_other_open = True
         state = {
             "name": person.name,
             "done": len(self._order) - len(left),
             "total": len(self._order),
             "seconds_left": person.seconds_left(len(left)),
             "can_undo": person.can_undo(),
-            "other_tab": any(now - tabs[tab] < _SEEN_S for tab in others),
+            "other_tab": is_other_open,
         }
         shown = self._shown[person.name] = {}
         if not left:
-            self._commands = self._commands or self._finish()
+            try:
+                self._commands = self._commands or self._finish()
+            except OSError as error:
+                raise UserError(f"the results could not be written: {error}") from error
             return state | {"kind": "end", "commands": self._commands}
         (task, again), *later = left
         state["load"] = []
-        for following, asked_again in later[:1]:
+        if later:
+            following, _ = later[0]
             state["load"] = _names(following.pictures)
             shown |= dict(zip(state["load"], following.pictures, strict=True))
         names = _names(task.pictures)
         shown |= dict(zip(names, task.pictures, strict=True))
         if task.kind == SET:
             names = [names[0]] + [names[index] for index in shown_order(task, person.name, again)]
-        question = hash_value([task.key, again])[:16]
         return state | {
             "kind": task.kind,
-            "question": question,
+            "question": _question(task, again),
             "text": task.text,
             "pictures": names,
         }
+
+
+def _question(task: Task, again: bool) -> str:
+    return hash_value([task.key, again])[:16]
 
 
 def _names(pictures: Iterable[Path]) -> list[str]:
@@ -170,9 +192,14 @@ def _ranking(task: Task, order: Sequence[int], classes: Any) -> Answer:
     if sorted(map(str, flat)) != sorted(map(str, range(len(order)))):
         raise UserError("the answer has not every picture once; reload the page")
     candidates = task.row["comp_images"]
-    named = [[candidates[order[place] - 1] for place in places] for places in classes]
-    answer: Answer = {"rank_images": [name for names in named for name in names]}
-    equal = [names for names in named if len(names) > 1]
+    ranked: list[str] = []
+    equal = []
+    for places in classes:
+        names = [candidates[order[place] - 1] for place in places]
+        ranked += names
+        if len(names) > 1:
+            equal.append(names)
+    answer: Answer = {"rank_images": ranked}
     if equal:
         answer["equal"] = equal
     return answer

@@ -61,7 +61,8 @@ def _rankings(given: Given) -> list[dict[str, Any]]:
     """A row for each person's answer: where they differ, build-dataset takes the majority."""
     rows = []
     for columns, answers in given.values():
-        rows += [dict(columns) | answer for answer in answers]
+        for answer in answers:
+            rows.append(dict(columns) | answer)
     return rows
 
 
@@ -82,8 +83,11 @@ def _pairs(given: Given) -> list[dict[str, Any]]:
 def _edits(given: Given) -> list[dict[str, Any]]:
     rows = []
     for columns, answers in given.values():
-        labels = {name: majority(answers, name) for name in EDIT_LABELS}
-        stated = {name: label for name, label in labels.items() if label is not None}
+        stated = {}
+        for name in EDIT_LABELS:
+            label = majority(answers, name)
+            if label is not None:
+                stated[name] = label
         if stated:
             rows.append(dict(columns) | stated)
     return rows
@@ -114,6 +118,7 @@ def write_benchmark(folder: Path, tasks: Sequence[Task], given: Given, sets: Pat
     order is true.
     """
     rows = []
+    folders = set()
     for task in tasks:
         if task.part != TEST or task.key not in given:
             continue
@@ -123,13 +128,13 @@ def write_benchmark(folder: Path, tasks: Sequence[Task], given: Given, sets: Pat
         listed = [name for name in task.row["comp_images"] if name in ranked]
         place = {"folder": task.row["folder"], "ref_image": task.row["ref_image"]}
         rows.append(place | {"comp_images": listed, "rank_images": ranked})
+        folders.add(task.row["folder"])
         for name in (task.row["ref_image"], *listed):
             picture = Path("images", task.row["folder"], name)
             write_image(folder / picture, (sets / picture).read_bytes())
     ranks_file = folder / "consistency_full_rank.jsonl"
     if not rows and not ranks_file.exists():
         return
-    folders = {row["folder"] for row in rows}
     prompts = [row for row in read_json_lines(sets / "prompt_data.jsonl") if row["idx"] in folders]
     write_json_lines(folder / "prompt_data.jsonl", prompts)
     write_json_lines(ranks_file, rows)
