@@ -200,7 +200,8 @@ class Evaluation:
         def deliver(decoded: list[Image.Image | None], batch: Batch) -> None:
             """Submit images to the rewards, and write them to the folder."""
             rows = [shares.number_of(position) for position in batch.numbers]
-            items = [images[number].item for number in batch.numbers]
+            # Rewards keep parts of a loaded item; those of the data set would fill the memory.
+            items = [images[number].item.load() for number in batch.numbers]
             seeds = [images[number].seed for number in batch.numbers]
             queue.submit(decoded, items, rows, seeds)
             for number, image in zip(batch.numbers, decoded, strict=True):

@@ -9,8 +9,15 @@ import numpy as np
 import pytest
 from PIL import Image
 from reward_factories import checked, unlike_others
-from tiny_policies import disturb, draw, load
-from tiny_run import brightness, load_script, rows_of, tiny_options, write_rows
+from tiny_policies import build, disturb, draw, load
+from tiny_run import (
+    brightness,
+    load_script,
+    rows_of,
+    tiny_edit_options,
+    tiny_options,
+    write_rows,
+)
 
 from paco_grpo.data.prompts import load_prompts
 from paco_grpo.data.sets import prompt_sets
@@ -213,3 +220,16 @@ def test_images_of_an_interrupted_evaluation_do_not_stay(tiny_flux_dir, tmp_path
     Trainer(run).fit()
     assert not (folder / "00077.png").exists()
     assert pixels(folder / "00001.png").shape == (32, 32, 3)
+
+
+def test_reference_images_do_not_stay_in_memory(tmp_path):
+    """Of a data set; a reward keeps crops of what it is given."""
+    (tmp_path / "own.py").write_text(
+        "def width(): return lambda images, items: [item.crops[0].width for item in items]"
+    )
+    reward = json.dumps({f"{tmp_path / 'own.py'}:width": 1.0})
+    changes = {"num_epochs": 0, "train__reward_fn": reward, "test__reward_fn": reward}
+    model = build("flux_kontext", tmp_path / "kontext")
+    run = build_run(tiny_edit_options(model, tmp_path, **changes))
+    Trainer(run).fit()
+    assert not any("crops" in vars(item) for item in run.test_items)
