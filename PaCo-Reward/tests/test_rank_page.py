@@ -266,6 +266,24 @@ def test_a_line_of_somebody_absent_that_was_cut_off_stops_nobody(files, visit):
         Visit(stack, damaged, page.asked)
 
 
+def test_rankings_of_pictures_that_are_others_now_do_not_count(sets, tmp_path, visit):
+    """Those of sets that are only not asked any more do."""
+    folder = Path(shutil.copytree(sets, tmp_path / "sets"))
+    asked = tasks.read_sets(folder)
+    with ExitStack() as stack:
+        page = Visit(stack, tmp_path / "people", [asked[0], asked[-1]], folder)
+        page.answer_all(
+            "Ada", lambda state: order_of(page, state, page.task(state).row["comp_images"])
+        )
+        assert len(page.file("rankings.jsonl")) == 2
+    noise(5, 77).save(asked[-1].pictures[1])
+    tasks._fingerprint.cache_clear()  # a later command
+    page = visit(tmp_path / "people", tasks.read_sets(folder)[1:2], folder)
+    page.finish()
+    (ranking,) = page.file("rankings.jsonl")
+    assert ranking["folder"] == asked[0].row["folder"]
+
+
 def test_a_picture_that_is_gone_at_the_end_loses_no_answer(sets, tmp_path, visit):
     folder = Path(shutil.copytree(sets, tmp_path / "sets"))
     asked = [task for task in tasks.read_sets(folder) if task.part == "test"][:3]

@@ -1,5 +1,6 @@
 """What people's answers become: the files of build-dataset, and a benchmark of their own eye."""
 
+import logging
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -11,13 +12,23 @@ import numpy as np
 from paco_judge.files import read_json, read_json_lines, write_json, write_json_lines
 from paco_reward.pairing.files import TEST, write_image
 from paco_reward.ranking import agreement, people
-from paco_reward.ranking.tasks import EDIT, EDIT_LABELS, PAIR, SET, Task
+from paco_reward.ranking.tasks import (
+    EDIT,
+    EDIT_LABELS,
+    PAIR,
+    SET,
+    Task,
+    has_set,
+    read_themes,
+)
 
 RANKINGS = "rankings.jsonl"
 PAIRS = "pairs.jsonl"
 EDITS = "editing.jsonl"
 FILES = {SET: RANKINGS, PAIR: PAIRS, EDIT: EDITS}
 BENCHMARK = "benchmark"
+
+logger = logging.getLogger(__name__)
 
 # By task: the columns of its result, and the answers of all people that did not skip it.
 Given = dict[str, tuple[Mapping[str, Any], list[Mapping[str, Any]]]]
@@ -28,7 +39,8 @@ def write_results(output: Path, tasks: Sequence[Task], sets: Path | None) -> dic
 
     Args:
         output: Its ``answers`` are read. Answers of an earlier call, to what is not asked any
-            more, count as well.
+            more, count as well, unless a set's pictures are others now: its names would give
+            them the labels of those before.
         tasks: What is asked; their columns count before those that answers have.
         sets: The folder of the sets, for the benchmark.
 
@@ -43,6 +55,13 @@ def write_results(output: Path, tasks: Sequence[Task], sets: Path | None) -> dic
             if not again and row["answer"] is not None:
                 start = (columns.get(task, row["row"]), [])
                 given[row["kind"]].setdefault(task, start)[1].append(row["answer"])
+    if sets is not None:
+        themes = read_themes(sets)
+        for task in given[SET].keys() - columns.keys():
+            set_columns, _ = given[SET][task]
+            if not has_set(sets, themes, task, set_columns):
+                logger.warning("%s: a set of %s is no longer there", sets, set_columns["folder"])
+                del given[SET][task]
     rows = {SET: _rankings(given[SET]), PAIR: _pairs(given[PAIR]), EDIT: _edits(given[EDIT])}
     for kind, of_kind in rows.items():
         file = output / FILES[kind]

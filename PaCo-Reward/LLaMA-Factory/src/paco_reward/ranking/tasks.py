@@ -74,9 +74,7 @@ def read_sets(folder: Path) -> list[Task]:
             f"{folder} has no {SETS}: name the folder that `paco-reward build-dataset --sets_only` "
             "wrote"
         )
-    themes = {}
-    for row in read_json_lines(folder / "prompt_data.jsonl"):
-        themes[row["idx"]] = split_prompt(row["prompt"]).theme
+    themes = read_themes(folder)
     split = Split.read(folder)
     tasks = []
     for row in read_rows(folder / SETS, CandidateSet):
@@ -91,10 +89,26 @@ def read_sets(folder: Path) -> list[Task]:
         theme = themes[row.folder]
         part = part_of_theme(split, theme_key(theme), folder)
         stated = row.model_dump(exclude={"place"})
-        # Other sets may have the same pictures, by other names.
-        key = _key(f"{SET} {row.folder} {names}", pictures, theme)
+        key = _set_key(row.folder, names, pictures, theme)
         tasks.append(Task(key, SET, pictures, theme, stated, part))
     return tasks
+
+
+def read_themes(folder: Path) -> dict[str, str]:
+    """The theme of each prompt, by the name of its folder of panels."""
+    themes = {}
+    for row in read_json_lines(folder / "prompt_data.jsonl"):
+        themes[row["idx"]] = split_prompt(row["prompt"]).theme
+    return themes
+
+
+def has_set(folder: Path, themes: Mapping[str, str], key: str, row: Mapping[str, Any]) -> bool:
+    """Whether a set's pictures and theme are still those of its ``Task.key``, asked or not."""
+    names = (row["ref_image"], *row["comp_images"])
+    pictures = [folder / "images" / row["folder"] / name for name in names]
+    if row["folder"] not in themes or not all(picture.is_file() for picture in pictures):
+        return False
+    return _set_key(row["folder"], names, pictures, themes[row["folder"]]) == key
 
 
 def read_pairs(file: Path, output: Path) -> list[Task]:
@@ -179,6 +193,11 @@ def _relative(picture: Path, output: Path) -> str:
 
 def _key(kind: str, pictures: Sequence[Path], text: str) -> str:
     return hash_value([kind, [_fingerprint(picture) for picture in pictures], text.strip()])[:16]
+
+
+def _set_key(folder: str, names: tuple[str, ...], pictures: Sequence[Path], theme: str) -> str:
+    # Other sets may have the same pictures, by other names.
+    return _key(f"{SET} {folder} {names}", pictures, theme)
 
 
 @cache
