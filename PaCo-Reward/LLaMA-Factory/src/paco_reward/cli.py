@@ -253,10 +253,10 @@ def _add_build_parser(commands: "argparse._SubParsersAction[argparse.ArgumentPar
     add(
         "--test_share",
         type=fraction,
-        help="share of the groups for testing (default 0.05; with --mend 0): pairs of a theme, or of --pairs and edits those with "
-        "common images, stay together. Each question has at least one group with each answer, if "
-        "half of those pairs stay in training; 0: no pairs for testing. What an earlier call decided "
-        "stays: split.json",
+        help="share of the groups for testing (default 0.05; with --mend 0): pairs of a theme, or of "
+        "--pairs and edits those with common images, stay together. Each question has "
+        "at least one group with each answer, if half of those pairs stay in training; 0: no pairs "
+        "for testing. What an earlier call decided stays: split.json",
     )
     add("--seed", type=int, default=42, help="decides every random choice (default %(default)s)")
     add(
