@@ -52,8 +52,10 @@ def boxes_of(photos):
 def write(photos, scenes, folder, references):
     """Each scene with each photo first, and the next ones after it."""
     boxes = boxes_of(photos)
-    lines = [line.strip() for line in scenes.read_text(encoding="utf-8").splitlines()]
-    lines = [line for line in lines if line]
+    lines = []
+    for line in scenes.read_text(encoding="utf-8").splitlines():
+        if line.strip():
+            lines.append(line.strip())
     if not 1 <= references <= len(boxes) or len(lines) < 5:
         raise UserError(
             f"{len(lines)} scenes and {len(boxes)} photos, but at least five scenes and "
@@ -64,16 +66,17 @@ def write(photos, scenes, folder, references):
         shutil.copy(path, folder)
     in_turn = [*boxes, *boxes]
     for split in ("train", "test"):
-        rows = []
+        rows = ""
         for number, scene in enumerate(lines):
             if (number % 5 == 4) != (split == "test"):
                 continue
             for first in range(len(boxes)):
-                shown = in_turn[first : first + references]
-                row = {"prompt": scene, "images": [path.name for path in shown]}
-                rows.append(row | {"reference_boxes": [boxes[path] for path in shown]})
-        text = "".join(f"{json.dumps(row)}\n" for row in rows)
-        (folder / f"{split}_metadata.jsonl").write_text(text, encoding="utf-8")
+                row = {"prompt": scene, "images": [], "reference_boxes": []}
+                for path in in_turn[first : first + references]:
+                    row["images"].append(path.name)
+                    row["reference_boxes"].append(boxes[path])
+                rows += f"{json.dumps(row)}\n"
+        (folder / f"{split}_metadata.jsonl").write_text(rows, encoding="utf-8")
         print(f"{split}: {len(load_prompts(folder, split, 'geneval_image'))} items")
 
 

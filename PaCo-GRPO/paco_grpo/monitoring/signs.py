@@ -103,20 +103,23 @@ def against_first(rows: Sequence[Row]) -> dict[str, float]:
     ratios = {}
     spreads = _finite(rows, "health/latent_std")
     if spreads and spreads[0]:
-        ratios["health/latent_std_vs_first"] = np.mean(spreads[-TREND:]) / spreads[0]
+        ratios["health/latent_std_vs_first"] = float(np.mean(spreads[-TREND:]) / spreads[0])
     differences = {
         "health/distinctness_vs_first": _finite(rows, "health/distinctness"),
         "health/diversity_vs_first": [1 - b for b in _finite(rows, "reward/between")],
     }
     for name, values in differences.items():
         if len(values) > TREND and any(values[:TREND]):
-            ratios[name] = np.mean(values[-TREND:]) / np.mean(values[:TREND])
-    return {name: float(ratio) for name, ratio in ratios.items()}
+            ratios[name] = float(np.mean(values[-TREND:]) / np.mean(values[:TREND]))
+    return ratios
 
 
 def _finite(rows: Sequence[Row], name: str) -> list[float]:
-    values = [row[name] for row in rows if name in row]
-    return [value for value in values if math.isfinite(value)]
+    values = []
+    for row in rows:
+        if math.isfinite(row.get(name, math.nan)):
+            values.append(row[name])
+    return values
 
 
 def judge_epoch(metrics: Row) -> list[Finding]:
@@ -202,7 +205,10 @@ def with_ratios(epochs: Sequence[Row]) -> list[Row]:
     """Training ``epochs`` as they were judged, by today's rules also those of an older run."""
     judged = []
     for number, row in enumerate(epochs, start=1):
-        metrics = {name: row[name] for name in row if not name.endswith("_vs_first")}
+        metrics = {}
+        for name, value in row.items():
+            if not name.endswith("_vs_first"):
+                metrics[name] = value
         metrics |= dict.fromkeys(row.get("not_finite", ()), math.nan)
         judged.append(metrics | against_first(epochs[:number]))
     return judged
@@ -217,8 +223,13 @@ def findings_of_run(
         rows: Of metrics.jsonl.
         trained: As for ``judge_evaluation``, by ``group``.
     """
-    epochs = [row for row in rows if row["phase"] == "train"]
-    evaluations = [row for row in rows if row["phase"] == "eval"]
+    epochs = []
+    evaluations = []
+    for row in rows:
+        if row["phase"] == "train":
+            epochs.append(row)
+        elif row["phase"] == "eval":
+            evaluations.append(row)
     findings = []
     for number, row in enumerate(with_ratios(epochs), start=1):
         for finding in judge_epoch(row) + judge_scores(epochs[:number]):

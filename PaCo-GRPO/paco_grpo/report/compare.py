@@ -8,7 +8,7 @@ from paco_grpo.report.names import HEALTH, limits_of, reward_name
 from paco_grpo.report.page import Page, card_of_plot, settings_line, template
 from paco_grpo.report.plots import RUNS, Curve
 from paco_grpo.report.run import RunReport
-from paco_grpo.report.verdict import judge, mean_of
+from paco_grpo.report.verdict import judge, means_by_epoch
 
 _TRAINING_ONLY = ("advantage/zero_std_share", "train/ratio_mean", "train/clip_share")
 # What an evaluation's numbers depend on, besides the weights.
@@ -19,21 +19,19 @@ _PLACES = ("run_name", "save_dir", "resume_from", "num_processes")
 def write_comparison(runs: Sequence[RunReport], out: Path, title: str = "") -> None:
     """Write the page ``out`` about ``runs``."""
     page = Page()
-    labels = [f"{number}. {run.name}" for number, run in enumerate(runs, start=1)]
-    colors = [RUNS[number % len(RUNS)] for number in range(len(runs))]
     cards = []
-    for label, color, run in zip(labels, colors, runs, strict=True):
-        verdict = judge(run, page.label)
-        cards.append({"label": label, "color": color, "verdict": verdict})
-        cards[-1]["settings"] = settings_line(run)
     measured: dict[str, dict[str, Any]] = {}  # reward → its curves and table
     health: dict[str, list[Curve]] = {}
-    for label, color, run in zip(labels, colors, runs, strict=True):
+    for number, run in enumerate(runs):
+        label = f"{number + 1}. {run.name}"
+        color = RUNS[number % len(RUNS)]
+        card = {"label": label, "color": color, "verdict": judge(run, page.label)}
+        cards.append(card | {"settings": settings_line(run)})
         best = run.best["epoch"] if run.best else None
         for reward, values in (run.overall | run.test).items():
             entry = measured.setdefault(reward, {"curves": [], "rows": []})
             entry["curves"].append(Curve(label, values, color, best))
-            means = {int(row[0]): mean_of(row[None]) for row in values}
+            means = means_by_epoch(values)
             first, last = min(means), max(means)
             of_best = means.get(best) if best is not None else None
             row = {"label": label, "color": color, "first": means[first], "best": of_best}
@@ -58,14 +56,18 @@ def write_comparison(runs: Sequence[RunReport], out: Path, title: str = "") -> N
 
 def _differences(runs: Sequence[RunReport]) -> list[dict[str, Any]]:
     """Options that differ between the runs, with their values; first those of the evaluation."""
-    flat = [_flat(run.config) for run in runs]
+    options_of_runs = []
+    names: dict[str, None] = {}  # in order
+    for run in runs:
+        options = _flat(run.config)
+        options_of_runs.append(options)
+        names |= dict.fromkeys(options)
     rows = []
-    for name in dict.fromkeys(name for options in flat for name in options):
-        values = [options.get(name, "–") for options in flat]
-        if name not in _PLACES and any(value != values[0] for value in values):
+    for name in names:
+        values = [options.get(name, "–") for options in options_of_runs]
+        if name not in _PLACES and values.count(values[0]) < len(values):
             is_evaluated = name.partition(".")[0] in _EVALUATED
-            texts = [str(value) for value in values]
-            rows.append({"name": name, "values": texts, "is_evaluated": is_evaluated})
+            rows.append({"name": name, "values": values, "is_evaluated": is_evaluated})
     return sorted(rows, key=lambda row: not row["is_evaluated"])
 
 

@@ -16,10 +16,11 @@ from paco_grpo.report.run import Pair, RunReport
 from paco_grpo.report.verdict import (
     after,
     changes_of,
+    evaluated_epochs,
     images_of,
     is_evaluated_twice,
     judge,
-    mean_of,
+    means_by_epoch,
 )
 from paco_judge.images import data_url, load_image
 
@@ -146,11 +147,14 @@ def _gallery(run: RunReport, page: Page) -> tuple[list[dict], list[dict]]:
             for position, heading in headings.items():
                 change = f"{heading}: {page.label(rewards[0])} {changes[position]:+.2f}"
                 highlights.append(_card(by_category[position], rewards, page, change))
-            by_category = [p for i, p in enumerate(by_category) if i not in (best, worst)]
+            for position in sorted((best, worst), reverse=True):
+                del by_category[position]
     # Chosen by category and place, never by score.
     count = min(OTHERS, len(by_category))
     places = np.linspace(0, len(by_category) - 1, count).round().astype(int)
-    others = [_card(by_category[place], rewards, page) for place in places]
+    others = []
+    for place in places:
+        others.append(_card(by_category[place], rewards, page))
     return highlights, others
 
 
@@ -192,16 +196,17 @@ def _card(pair: Pair, rewards: Sequence[str], page: Page, heading: str = "") -> 
 
 def _measures(run: RunReport, page: Page) -> dict[str, Any]:
     """The table of every reward in the first, the best and the last evaluation."""
-    epochs = sorted({int(epoch) for curve in run.test.values() for epoch in curve[:, 0]})
+    epochs = evaluated_epochs(run)
     if not epochs:
         return {}
     shown = sorted({epochs[0], epochs[-1]} | ({run.best["epoch"]} if run.best else set()))
     changes = {}
     if is_evaluated_twice(run):
-        changes = {change.reward: change for change in changes_of(run, page.label)}
+        for change in changes_of(run, page.label):
+            changes[change.reward] = change
     rows = []
     for reward, curve in run.test.items():
-        means = {int(epoch): mean_of(curve[[place]]) for place, epoch in enumerate(curve[:, 0])}
+        means = means_by_epoch(curve)
         rows.append(
             {
                 "label": page.label(reward),
@@ -213,7 +218,9 @@ def _measures(run: RunReport, page: Page) -> dict[str, Any]:
         )
     rows.sort(key=lambda row: not row["is_trained"])
     best = run.best["epoch"] if run.best else None
-    head = [f"{after(epoch)}{' (best)' if epoch == best else ''}" for epoch in shown]
+    head = []
+    for epoch in shown:
+        head.append(f"{after(epoch)} (best)" if epoch == best else after(epoch))
     return {"head": head, "rows": rows, "has_change": bool(changes)}
 
 

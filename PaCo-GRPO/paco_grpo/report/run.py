@@ -43,7 +43,7 @@ class Pair(NamedTuple):
     def scores(self, reward: str) -> tuple[float | None, float | None]:
         """Its scores before and after; None where one is missing, or is of another prompt set."""
         name_of_set, _, name = reward.rpartition("/")
-        if name_of_set and name_of_set != self.before["dataset"]:
+        if name_of_set and name_of_set != self.before.get("dataset"):
             return None, None
         return self.before["rewards"].get(name), self.after["rewards"].get(name)
 
@@ -82,9 +82,14 @@ def read_run(folder: Path) -> RunReport:
     """Read a run directory.
 
     Raises:
-        UserError: It has no epoch and no evaluation yet.
+        UserError: It has no epoch and no evaluation yet, or is no run's folder.
     """
     file = folder / "metrics.jsonl"
+    if not file.is_file():
+        raise UserError(
+            f"{file} does not exist: {folder} is not the folder of a run, or its first epoch is "
+            "not over yet"
+        )
     whole_lines, _, _ = file.read_bytes().rpartition(b"\n")  # the run may be writing one
     rows = list(map(json.loads, whole_lines.splitlines()))
     if not rows:
@@ -93,20 +98,23 @@ def read_run(folder: Path) -> RunReport:
     test = [row for row in rows if row["phase"] == "eval"]
     config = yaml.safe_load((folder / "config.yaml").read_bytes())
     health = {}
+    epochs = with_ratios(train)
     for name in HEALTH:
-        curve = _curve(with_ratios(train), name)
+        curve = _curve(epochs, name)
         if len(curve):
             health[name] = curve
     seconds = {}
     for key, phase in PHASES.items():
-        total = sum(row.get(f"time/{key}_s") or 0 for row in rows)
+        total = 0.0
+        for row in rows:
+            total += row.get(f"time/{key}_s") or 0
         if total > 0:
             seconds[phase] = total
     sample = config["sample"]
     num_images = sample["unique_sample_num_per_epoch"] * sample["num_images_per_prompt"]
     counts = _counts(folder / "eval")
     overall = _reward_curves(test, "eval/", counts)
-    if config["datasets"]:
+    if config.get("datasets"):
         train_curves = _reward_curves(train, "set/", {})
         test_curves = _reward_curves(test, "set/", counts)
     else:
@@ -129,7 +137,7 @@ def read_run(folder: Path) -> RunReport:
         pairs=_read_pairs(folder / "eval"),
         epochs=rows[-1]["epoch"],
         best=_best(test),
-        missing=_missing(test, "set/" if config["datasets"] else "eval/"),
+        missing=_missing(test, "set/" if config.get("datasets") else "eval/"),
         findings=findings_of_run(rows, trained),
         warnings=logged_warnings(folder),
         state=_state(folder, rows[-1], config),
@@ -139,7 +147,7 @@ def read_run(folder: Path) -> RunReport:
 def _trained_weights(config: Mapping[str, Any]) -> dict[str, float]:
     train = config["train"]
     weights = {}
-    for name_of_set, options in (config["datasets"] or {"": train}).items():
+    for name_of_set, options in (config.get("datasets") or {"": train}).items():
         for name, weight in (options["reward_fn"] or train["reward_fn"]).items():
             short = name.rpartition(":")[2]
             if weight:
@@ -148,7 +156,7 @@ def _trained_weights(config: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _state(folder: Path, last: Row, config: Mapping[str, Any]) -> str:
-    minutes = config["max_train_minutes"]
+    minutes = config.get("max_train_minutes")
     is_over = minutes is not None and last.get("train_time", 0) >= 60 * minutes
     if is_over or last["epoch"] >= config["num_epochs"]:
         return "finished"
@@ -230,7 +238,11 @@ def _read_pairs(evaluations: Path) -> list[Pair]:
         return []
     first = _saved_rows(files[0])
     last = _saved_rows(files[-1])
-    return [Pair(before, last[key]) for key, before in first.items() if key in last]
+    pairs = []
+    for key, before in first.items():
+        if key in last:
+            pairs.append(Pair(before, last[key]))
+    return pairs
 
 
 def _saved_rows(file: Path) -> dict[tuple[str, int], Row]:
@@ -241,6 +253,8 @@ def _saved_rows(file: Path) -> dict[tuple[str, int], Row]:
     rows = {}
     for row in read_json_lines(file):
         if row["file"]:
-            paths = {key: file.parent / row[key] for key in ("file", "reference") if row.get(key)}
-            rows[row["prompt"], row["seed"]] = row | paths
+            for key in ("file", "reference"):
+                if row.get(key):
+                    row[key] = file.parent / row[key]
+            rows[row["prompt"], row["seed"]] = row
     return rows

@@ -91,6 +91,14 @@ def changes_of(run: RunReport, label: Callable[[str], str]) -> list[Change]:
     return sorted(changes, key=lambda change: change.weight == 0)
 
 
+def evaluated_epochs(run: RunReport) -> list[int]:
+    """Epochs of the evaluations, in order."""
+    epochs: set[int] = set()
+    for curve in run.test.values():
+        epochs |= set(map(int, curve[:, 0]))
+    return sorted(epochs)
+
+
 def is_evaluated_twice(run: RunReport) -> bool:
     """Whether evaluations show what changed."""
     return any(len(curve) > 1 for curve in run.test.values())
@@ -105,13 +113,30 @@ def mean_of(curve: np.ndarray) -> Mean:
     return Mean(float(values.mean()), error, float(counts.sum()))
 
 
+def means_by_epoch(curve: np.ndarray) -> dict[int, Mean]:
+    """The mean of each evaluation of a curve."""
+    means = {}
+    for place, epoch in enumerate(curve[:, 0]):
+        means[int(epoch)] = mean_of(curve[[place]])
+    return means
+
+
 def judge(run: RunReport, label: Callable[[str], str]) -> Verdict:
     """The verdict on ``run``; ``label`` names its rewards."""
     changes = changes_of(run, label)
-    trained = [change for change in changes if change.weight]
-    guards = [change for change in changes if not change.weight and change.direction < 0]
-    gained = [change for change in trained if change.weight * change.direction > 0]
-    lost = [change for change in trained if change.weight * change.direction < 0]
+    trained = []
+    gained = []
+    lost = []
+    guards = []  # monitored rewards that fell
+    for change in changes:
+        if change.weight:
+            trained.append(change)
+        elif change.direction < 0:
+            guards.append(change)
+        if change.weight * change.direction > 0:
+            gained.append(change)
+        elif change.weight * change.direction < 0:
+            lost.append(change)
 
     parts = []
     if gained:
@@ -128,9 +153,10 @@ def judge(run: RunReport, label: Callable[[str], str]) -> Verdict:
     headline = ", but ".join(parts)
     if trained and not is_evaluated_twice(run):
         headline += " in the training samples (there are no two evaluations yet)"
+    fallen = [change.reward for change in guards]
     for findings in _by_sign(run).values():
         name = findings[0][1].sign.partition("/")[2].removesuffix("_mean")
-        if name not in {change.reward for change in guards}:
+        if name not in fallen:
             headline += f"; warned {_in_epochs(findings)}: {findings[0][1].meaning}"
     if gained and len(parts) == 1 and not run.findings:
         headline += "; nothing fell, and nothing was warned"
@@ -174,15 +200,20 @@ def _points(
         warned.append(f"{_in_epochs(findings)}: {findings[-1][1].message}")
     points.append(("Warned", warned))
     points.append(("Best evaluation", [_best(run)]))
-    missing = [f"{label(name)}: {share:.0%} of the images" for name, share in run.missing.items()]
+    missing = []
+    for name, share in run.missing.items():
+        missing.append(f"{label(name)}: {share:.0%} of the images")
     points.append(("Missing in the last evaluation", missing))
     return [(heading, texts) for heading, texts in points if texts]
 
 
 def images_of(before: Mean, after: Mean) -> str:
     """How many each mean is over, such as "96" or "96, 90"; empty if unknown."""
-    counts = [before.num_images, after.num_images]
-    return ", ".join(dict.fromkeys(f"{count:.0f}" for count in counts if count > 0))
+    counts: dict[str, None] = {}  # in order, equal ones once
+    for mean in (before, after):
+        if mean.num_images > 0:
+            counts[f"{mean.num_images:.0f}"] = None
+    return ", ".join(counts)
 
 
 def _error(error: float) -> str:
@@ -191,7 +222,7 @@ def _error(error: float) -> str:
 
 def _best(run: RunReport) -> str:
     """Which evaluation is the best, and what the last one has instead."""
-    epochs = sorted({int(epoch) for curve in run.test.values() for epoch in curve[:, 0]})
+    epochs = evaluated_epochs(run)
     if not epochs:
         return "nothing was evaluated"
     if run.best is None:
@@ -200,7 +231,7 @@ def _best(run: RunReport) -> str:
     text = f"{after(epoch)}, trained reward {run.best['eval/trained_reward']:.3f}"
     if epoch != epochs[-1]:
         text += f"; the last one is {after(epochs[-1])}"
-    return f"{text} ({len(epochs)} evaluations)"
+    return f"{text} ({len(epochs)} evaluation{'s' if len(epochs) > 1 else ''})"
 
 
 def after(epoch: int) -> str:

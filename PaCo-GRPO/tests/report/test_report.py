@@ -79,6 +79,9 @@ def test_a_whole_page(trained_run, tmp_path):
 
 def test_a_run_that_has_only_begun(tmp_path, capsys):
     metrics = tmp_path / "metrics.jsonl"
+    assert main([str(tmp_path)]) == 1  # before its first row, as in a folder that is no run's
+    error = capsys.readouterr().err
+    assert str(metrics) in error and "Errno" not in error
     metrics.write_text("")
     assert main([str(tmp_path), "--out", str(tmp_path / "out" / "r.html")]) == 1
     assert str(tmp_path) in capsys.readouterr().err and not (tmp_path / "out").exists()

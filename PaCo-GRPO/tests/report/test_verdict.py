@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 from alternatives import Alternatives
+from PIL import Image
 
 from paco_grpo.options import RunOptions, options_to_yaml
 from paco_grpo.report.__main__ import main
@@ -166,6 +167,34 @@ def test_several_prompt_sets(tmp_path):
     assert in_order(unclear, "brightness · dogs", "+0.200", "n = 1") and "±" not in unclear
     assert "14%" in points_of(verdict, "Missing in the last evaluation")[0]
     assert in_order(alternatives_of(folder)["ocr · cats"], "0.25 → 0.75")
+
+
+def test_a_run_that_got_prompt_sets_when_it_was_resumed(tmp_path):
+    """Its first evaluation's images have no set, so nothing says which set's reward changed."""
+    before = {"eval/ocr_mean": 0.4, "eval/ocr_stderr": 0.02}
+    after = set_metrics(cats__ocr=(0.5, 0.03))
+    rows = []
+    for epoch, metrics in enumerate((before, after)):
+        rows.append({"epoch": epoch, "phase": "eval", "eval/num_images": 3, **metrics})
+        evaluation = tmp_path / "run" / "eval" / f"epoch_000{epoch}"
+        evaluation.mkdir(parents=True)
+        Image.new("RGB", (16, 24), "red").save(evaluation / "00000.png")
+        image = {"file": "00000.png", "prompt": "a cat", "seed": 7, "rewards": {"ocr": 0.25}}
+        if epoch == 1:
+            image["dataset"] = "cats"
+        write_json_lines(evaluation / "eval_data.jsonl", [image])
+    sets = {"cats": {"folder": "a", "reward_fn": {"ocr": 2.0}}}
+    folder = write_run(tmp_path / "run", rows, datasets=sets)
+    write_report(read_run(folder), tmp_path / "page.html")
+    assert "a cat" in (tmp_path / "page.html").read_text()
+
+
+def test_options_that_an_older_run_did_not_have(tmp_path):
+    folder = write_run(tmp_path / "run", metrics_of("good"))
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    del config["datasets"], config["max_train_minutes"]
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    assert verdict_of(folder).tone == "good"
 
 
 @pytest.mark.parametrize("is_running", [True, False])
