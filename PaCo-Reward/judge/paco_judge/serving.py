@@ -1,20 +1,26 @@
 """vLLM says whose scores it gives: ``vllm serve … --middleware paco_judge.serving.SaysIdentity``."""
 
+import argparse
 import asyncio
 import json
+import sys
 from typing import Any
 
-from paco_judge.identity import identity
+from paco_judge.identity import identity, joined
 
 
 class SaysIdentity:
     """ASGI middleware that adds ``identity`` to the models that ``/v1/models`` lists.
 
     They are found once, at the first request for them: until then nobody has asked a question.
+    Weights that vLLM's command line quantizes are others.
     """
 
     def __init__(self, app: Any) -> None:
         self.app = app
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        parser.add_argument("--quantization", "-q", dest="quantization")
+        self._quantization = parser.parse_known_args(sys.argv[1:])[0].quantization
         self._identities: dict[tuple[str, ...], asyncio.Task[str | None]] = {}
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -55,5 +61,8 @@ class SaysIdentity:
                 task = asyncio.create_task(asyncio.to_thread(identity, *places))
                 self._identities[places] = task
             # A client that leaves does not end the work.
-            row["identity"] = await asyncio.shield(self._identities[places])
+            weights = await asyncio.shield(self._identities[places])
+            if self._quantization:
+                weights = joined([weights, self._quantization])
+            row["identity"] = weights
         return answer

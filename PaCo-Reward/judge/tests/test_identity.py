@@ -209,7 +209,7 @@ def test_a_server_is_believed_as_far_as_it_says(tmp_path):
     assert elsewhere == ["o/a@7", None, "o/a@", *[None] * 4], "folders of another machine"
 
 
-async def test_vllm_says_whose_scores_it_gives(tmp_path):
+async def test_vllm_says_whose_scores_it_gives(tmp_path, monkeypatch):
     """Of the weights at its first listing, which it has loaded then; other answers pass."""
     judge = _model(tmp_path / "judge")
     lora = _model(tmp_path / "lora")
@@ -230,6 +230,7 @@ async def test_vllm_says_whose_scores_it_gives(tmp_path):
         await send({"type": "http.response.body", "body": body[9:]})
 
     expected = [identity(judge), identity(judge, lora), None, None]
+    monkeypatch.setattr("sys.argv", ["vllm", "serve", "judge", "--seed", "3"])
     transport = httpx.ASGITransport(SaysIdentity(vllm))
     async with httpx.AsyncClient(transport=transport, base_url="http://judge") as client:
         for weights in (b"first", b"exchanged"):
@@ -239,3 +240,8 @@ async def test_vllm_says_whose_scores_it_gives(tmp_path):
             (judge / "half.bin").write_bytes(weights)
         for path in ("/v1/models?wrong", "/v1/chat/completions"):
             assert (await client.get(path)).json() == {"data": rows}
+    monkeypatch.setattr("sys.argv", ["vllm", "serve", "judge", "--seed", "3", "-q", "fp8"])
+    transport = httpx.ASGITransport(SaysIdentity(vllm))
+    async with httpx.AsyncClient(transport=transport, base_url="http://judge") as client:
+        first, *_ = (await client.get("/v1/models")).json()["data"]
+    assert first["identity"] == f"{identity(judge)} + fp8", "other weights than the folder's"
