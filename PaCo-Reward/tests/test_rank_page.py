@@ -357,6 +357,8 @@ def test_the_majority_labels_pairs_and_edits_that_build_dataset_reads(files, vis
     assert "reason" not in pairs["fox 3"]
     assert (pairs["fox 3"]["chosen_by"], pairs["fox 3"]["p_yes"]) == ("reason 3", 0.1 * 3)
     assert page.file("answers/Eve.jsonl")[0]["row"].keys() >= {"chosen_by", "p_yes"}
+    of_suspects, of_edits = results.commands(page.output, None)
+    assert "--mend" in of_suspects and "--editing" in of_edits
     edits = {row["task"]: row for row in page.file("editing.jsonl")}
     labels = {}
     for task, row in edits.items():

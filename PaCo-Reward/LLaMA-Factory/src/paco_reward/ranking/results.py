@@ -174,10 +174,16 @@ def commands(output: Path, sets: Path | None) -> list[str]:
             )
         )
     data = output / "dataset"
-    if (output / PAIRS).exists():
-        lines.append(_build(pairs=output / PAIRS, output=data, name="people_pairs"))
-    if (output / EDITS).exists():
-        lines.append(_build(editing=output / EDITS, output=data))
+    for name, option in ((PAIRS, "pairs"), (EDITS, "editing")):
+        file = output / name
+        if not file.exists():
+            continue
+        if any("chosen_by" in row for row in read_json_lines(file)):  # of `paco-reward suspects`
+            lines.append(_build(mend=file, output="DATA_OF_THE_JUDGE", beside="ITS_TRAINING_SET"))
+        elif option == "pairs":
+            lines.append(_build(pairs=file, output=data, name="people_pairs"))
+        else:
+            lines.append(_build(editing=file, output=data))
     if (output / BENCHMARK).exists():
         place = shlex.quote(str(output / BENCHMARK))
         lines.append(f"python eval_vllm.py --dataset_dir {place} --question theme --model JUDGE")
