@@ -9,9 +9,10 @@
     study.py rewards --table                   # trains nothing: the table of finished runs
 
 It serves the judge in models/study_judge on port 8000 (or VLLM_PORT), in the study ``mend`` those
-that it trains itself (paco_toy/mend.py), and writes its prompts, the quickstart's of seed 0. A run that results.csv has for this commit, judge and version of torch is not
-repeated, and a stopped run continues. Its folder in out/study is named by all of them. With
-NUM_PROCESSES=2 a training uses two cores.
+that it trains itself (paco_toy/mend.py), and writes its prompts, the quickstart's of seed 0. A run
+that results.csv has for this commit, judge and version of torch is not repeated, and a stopped run
+continues. Its folder in out/study is named by all of them. With NUM_PROCESSES=2 a training uses two
+cores.
 
 A run has a row for each evaluation; the last row has all columns:
 

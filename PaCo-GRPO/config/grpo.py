@@ -76,7 +76,7 @@ def t2is_variety() -> ConfigDict:
 
 
 def people_t2is() -> ConfigDict:
-    """FLUX.1-dev, trained on your votes (docs/rewards.md); the settings are those of the toy world."""
+    """FLUX.1-dev, trained on your votes (docs/rewards.md) with the settings of the toy world."""
     config = t2is()
     people(config)
     config.test.num_images = 32  # more would keep you waiting

@@ -172,7 +172,7 @@ def fingerprint_sets(sets: Sequence[PromptSet]) -> str | None:
 
 
 def _fingerprint(prompt_set: PromptSet) -> str | None:
-    """Of the files of a prompt set; with a function of your own, also of the code that reads them."""
+    """Of the files of a prompt set, and of the code that reads them if it is your own."""
     files = fingerprint(prompt_set.folder)
     if prompt_set.kind in KINDS:
         return files

@@ -1,4 +1,4 @@
-"""Writes one page about several runs side by side, also of other rewards, prompt sets and lengths."""
+"""Writes a page about several runs side by side, also of other rewards, prompt sets and lengths."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -126,7 +126,7 @@ def settings_line(run: RunReport, seconds: Mapping[str, float] | None = None) ->
 
 
 def _gallery(run: RunReport, page: Page) -> tuple[list[dict], list[dict]]:
-    """Cards of the pairs that changed most and least, by the first trained reward, and of others."""
+    """Cards of the pairs that changed most and least by the first trained reward, and of others."""
     rewards = [change.reward for change in changes_of(run, page.label)]
     by_category = sorted(run.pairs, key=lambda pair: pair.heading)
     highlights = []

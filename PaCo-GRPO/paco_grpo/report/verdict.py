@@ -1,4 +1,4 @@
-"""What a report says first: what rose, what fell, what was warned, and which evaluation was best."""
+"""What a report says first: what rose, what fell, what was warned, which evaluation was best."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence

@@ -1,7 +1,7 @@
 """Votes of people: a web page shows a training's images, and their answers are the reward.
 
-Every process sends the page the images of its groups. The queue waits until each has an answer or is
-skipped (``ScoreQueue``); then the processes ask for the scores. The page belongs to the main
+Every process sends the page the images of its groups. The queue waits until each has an answer or
+is skipped (``ScoreQueue``); then the processes ask for the scores. The page belongs to the main
 process. What people answer is in the run's ``votes.jsonl``, a line for each answer:
 
     {"epoch": 3, "item": 5, "seed": 81, "answer": "like", "score": 1.0, "time": 1767225600.0}
@@ -268,13 +268,16 @@ class VotePage:
         """Move the lines of epochs ``after`` this one to another file."""
         with Journal(self._file) as journal:  # which removes a line that a kill cut off
             rows = journal.rows
-        moved = [row for row in rows if row["epoch"] > after]
+        kept = []
+        moved = []
+        for row in rows:
+            (moved if row["epoch"] > after else kept).append(row)
         if not moved:
             return
         aside = self._file.with_name(f"replaced_{self._file.name}")
         before = read_json_lines(aside) if aside.exists() else []
         write_json_lines(aside, [*before, *moved])
-        write_json_lines(self._file, [row for row in rows if row["epoch"] <= after])
+        write_json_lines(self._file, kept)
         logger.warning("votes: %d lines %s are now in %s", len(moved), which, aside)
 
     def is_waiting(self) -> bool:
@@ -430,8 +433,11 @@ class VotePage:
         num_votes = 0
         left_out = 0
         for keys in groups:
-            scores = [SCORES[self._answers[key]] for key in keys]
-            votes_of_group = [score for score in scores if score is not None]
+            votes_of_group = []
+            for key in keys:
+                score = SCORES[self._answers[key]]
+                if score is not None:
+                    votes_of_group.append(score)
             num_votes += len(votes_of_group)
             left_out += len(set(votes_of_group)) < 2
         return {

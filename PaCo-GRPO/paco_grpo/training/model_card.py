@@ -146,7 +146,7 @@ def add_evaluation(folder: Path, sentence: str, sheet: Path) -> None:
 
 
 def _set_section(folder: Path, title: str, text: str) -> None:
-    """Put a section into ``folder/README.md`` before the configuration, instead of an earlier one."""
+    """Put a section before the configuration of ``folder/README.md``, instead of an earlier one."""
     file = folder / "README.md"
     before, marker, configuration = file.read_text(encoding="utf-8").partition(_CONFIGURATION)
     before = re.sub(rf"^## {title}\n.*?(?=^## |\Z)", "", before, flags=re.DOTALL | re.MULTILINE)

@@ -1,4 +1,4 @@
-"""What the terminal shows of a run before its first result; config.yaml and plan.json have it all."""
+"""What the terminal shows of a run before its first result; config.yaml and plan.json have all."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any

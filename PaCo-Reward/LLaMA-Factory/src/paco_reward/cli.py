@@ -1,4 +1,4 @@
-"""The `paco-reward` command: train, export, score, demo, rank, accuracy, build-dataset, suspects."""
+"""The `paco-reward` command: train, export, score, demo, rank, accuracy, build-dataset, …."""
 
 import argparse
 import json
