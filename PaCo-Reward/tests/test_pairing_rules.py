@@ -79,7 +79,7 @@ def test_pairs_of_near_duplicates_are_one_group(kind, kept, tmp_path):
         ("A", "E", "s", True),
     ]
     labeled = [LabeledPair(*pair, kind) for pair in shown]
-    options = Namespace(output=tmp_path, duplicate_bits=4, seed=1, pairs=kind == "pair")
+    options = Namespace(output=tmp_path, duplicate_bits=4, seed=1, pairs=kind == "pair", mend=None)
     pairs = build.clean(labeled, options, Counter())
     assert len(pairs) == kept and len({pair.group for pair in pairs}) == 1
 

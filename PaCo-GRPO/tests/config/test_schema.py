@@ -19,7 +19,7 @@ PAGE = runpy.run_path(str(REPOSITORY / "tools" / "options_page.py"))["page"]()
 # They refuse or compare values. An option that nothing else reads does nothing.
 CHECKS = ("paco_grpo.options", "paco_grpo.training.checks", "paco_grpo.training.resume")
 # The file of resuming acts on them, too.
-READ_BY_CHECKS = {"resume_changed", "resume_from"}
+READ_BY_CHECKS = {"resume_changed"}
 
 SMALL = {
     "num_epochs": 1,
