@@ -29,7 +29,8 @@ parser.add_argument("--question", default="same_object", help="name of a questio
 
 def compare(photos, others, server, model, question):
     """Print the mean score of each kind of pair, and how often the first is above the second."""
-    name, kwargs = "reference_clipI", {}
+    name = "reference_clipI"
+    kwargs = {}
     if server:
         name = "consistency_for_editing"
         kwargs = {"base_url": server, "model": model, "question": question}
@@ -46,7 +47,7 @@ def compare(photos, others, server, model, question):
     for kind, paths in (("same", boxes), ("other", boxes_of(others))):
         answers = []
         for path in paths:
-            compared = [item for item, own in zip(items, boxes, strict=True) if own != path]
+            compared = [item for item, photo in zip(items, boxes, strict=True) if photo != path]
             answers.append(reward([read_image(path)] * len(compared), compared))
         of_kind = np.concatenate(answers)
         of_kind = of_kind[~np.isnan(of_kind)]  # the judge did not answer

@@ -5,8 +5,8 @@
     votes.py --table                          # trains nothing: the table of votes.csv
 
 A picture is liked if all its panels show one character, and what the prompt names. One vote in ten
-is wrong. votes.csv has a row for each epoch and evaluation. A run that is in it is not repeated, and
-a stopped run continues. The prompts are those of study.py.
+is wrong. votes.csv has a row for each epoch and evaluation. A run that is in it is not repeated,
+and a stopped run continues. The prompts are those of study.py.
 """
 
 import argparse
@@ -138,8 +138,10 @@ def measures(folder: Path) -> list[dict[str, Any]]:
         is_test = row["phase"] == "eval"
         epochs = row["epoch"] if is_test else row["epoch"] - 1
         group = "eval" if is_test else "reward"
-        given = [a for a in answers if a["epoch"] <= epochs and a["score"] is not None]
-        measured = {"images": "test" if is_test else "train", "votes": len(given)}
+        num_votes = 0
+        for answer in answers:
+            num_votes += answer["epoch"] <= epochs and answer["score"] is not None
+        measured = {"images": "test" if is_test else "train", "votes": num_votes}
         for name in ("consistency", "alignment"):
             measured[name] = row[f"{group}/oracle_{name}_mean"]
         rows.append(measured)

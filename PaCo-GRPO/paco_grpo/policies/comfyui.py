@@ -34,14 +34,14 @@ NAMES = {
         rf"transformer_blocks\.\d+\.({_ATTENTION}|{_FEED_FORWARD}|{_NORMS})|"
         r"single_transformer_blocks\.\d+\.(attn\.to_[qkv]|proj_mlp|proj_out|norm\.linear)|"
         rf"{_AROUND}|{_TIME_AND_TEXT}",
-        "FLUX.1 in ComfyUI's model code of November 2025 (its velocity is that of diffusers up to "
+        "FLUX.1 in ComfyUI's model code of November 2025 (its velocity equals diffusers' up to "
         "1e-5), FLUX.1 Kontext by the names of layers alone",
     ),
     "Flux2Transformer2DModel": Names(
         rf"transformer_blocks\.\d+\.({_ATTENTION}|ff(_context)?\.linear_(in|out))|"
         r"single_transformer_blocks\.\d+\.attn\.(to_qkv_mlp_proj|to_out)|"
         rf"{_AROUND}",
-        "FLUX.2 Klein in ComfyUI's model code of November 2025 (its velocity is that of diffusers "
+        "FLUX.2 Klein in ComfyUI's model code of November 2025 (its velocity equals diffusers' "
         "up to 4e-7), FLUX.2-dev by the names of layers alone",
     ),
     "Krea2Transformer2DModel": Names(
@@ -53,7 +53,7 @@ NAMES = {
     ),
     "QwenImageTransformer2DModel": Names(
         r".+",
-        "Qwen-Image in ComfyUI's model code of November 2025 (its velocity is that of diffusers up "
+        "Qwen-Image in ComfyUI's model code of November 2025 (its velocity equals diffusers' up "
         "to 7e-7), the editors by the names of layers alone",
     ),
     "QwenImage21Transformer2DModel": Names(r".+", "Qwen-Image-2.1 by the names of layers alone"),

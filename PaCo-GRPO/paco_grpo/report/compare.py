@@ -32,9 +32,9 @@ def write_comparison(runs: Sequence[RunReport], out: Path, title: str = "") -> N
             entry = measured.setdefault(reward, {"curves": [], "rows": []})
             entry["curves"].append(Curve(label, values, color, best))
             means = means_by_epoch(values)
-            first, last = min(means), max(means)
+            last = max(means)
             of_best = means.get(best) if best is not None else None
-            row = {"label": label, "color": color, "first": means[first], "best": of_best}
+            row = {"label": label, "color": color, "first": means[min(means)], "best": of_best}
             entry["rows"].append(row | {"last": means[last], "epoch": last})
         for metric, values in run.health.items():
             if metric not in _TRAINING_ONLY:

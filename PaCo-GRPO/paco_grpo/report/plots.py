@@ -50,8 +50,8 @@ def plot(
         for curve in curves:
             epochs, values, errors, _ = curve.values.T
             axes.plot(epochs, values, color=curve.color, marker="o", markersize=3)
-            low, high = values - errors, values + errors
-            axes.fill_between(epochs, low, high, color=curve.color, alpha=0.18, linewidth=0)
+            band = {"color": curve.color, "alpha": 0.18, "linewidth": 0}
+            axes.fill_between(epochs, values - errors, values + errors, **band)
             text = f"{curve.name} {values[0]:.3g} → {values[-1]:.3g}"
             text += f" (epochs {epochs[0]:.0f} to {epochs[-1]:.0f})"
             marked = epochs == curve.best

@@ -215,7 +215,8 @@ def _reward_curves(
 ) -> Curves:
     """Rewards of ``rows``, with their ``counts`` if these are known.
 
-    Without several prompt sets, an epoch's standard error is that of its ``num_images``.
+    The standard error of an epoch is over its ``num_images``; with several prompt sets it is not
+    known.
     """
     points: dict[str, list[tuple[float, ...]]] = {}
     for row in rows:

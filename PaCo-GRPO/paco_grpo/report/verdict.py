@@ -41,7 +41,7 @@ class Change:
 
     @property
     def error(self) -> float:
-        """Standard error of the change, that of both means together; NaN if one is unknown."""
+        """Standard error of the change; NaN if one of the means has none."""
         return math.hypot(self.before.error, self.after.error)
 
     @property
@@ -180,8 +180,8 @@ def _moved(changes: Sequence[Change]) -> str:
     texts = []
     for change in changes[:3]:
         verb = "rose" if change.direction > 0 else "fell"
-        before, after = change.before.value, change.after.value
-        texts.append(f"{change.label} {verb} from {before:.3f} to {after:.3f}")
+        values = f"{change.before.value:.3f} to {change.after.value:.3f}"
+        texts.append(f"{change.label} {verb} from {values}")
     if len(changes) > 3:
         texts.append(f"{len(changes) - 3} more")
     return " and ".join(texts)

@@ -227,8 +227,8 @@ class ScoreQueue:
         """
         shares = Shares.of(accelerator, total)
         is_main = accelerator.is_main_process
-        own = self._results_everywhere(len(shares.positions), should_stop, is_main)
-        scores = interleave(own)
+        parts = self._results_everywhere(len(shares.positions), should_stop, is_main)
+        scores = interleave(parts)
         if self._comparing:
             self._start_comparisons(accelerator, shares, should_stop)
             # Each image is compared on one process; the others have NaN in its row.

@@ -81,4 +81,4 @@ def _servers(rewards: Iterable[Reward]) -> list[str]:
                 address = part.function.client.base_url
             if address and reward.name not in names.setdefault(address, []):
                 names[address].append(reward.name)
-    return [f"asked at {address}: {', '.join(of)}" for address, of in names.items()]
+    return [f"asked at {address}: {', '.join(asking)}" for address, asking in names.items()]

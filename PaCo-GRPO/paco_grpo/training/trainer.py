@@ -224,11 +224,11 @@ class Trainer:
         """Scores of all N images of the epoch by position, (N,) each; NaN = missing."""
         scores = queue.gathered(self.accelerator, self.run.plan.samples, self._signaled)
         self.seconds["reward_wait"] = queue.wait_seconds
-        if self._asks_people():
+        if self._rewards_of_people():
             self.seconds["people_wait"] = queue.people_seconds
         return {name: scores[:, column] for column, name in enumerate(queue.rewards)}
 
-    def _asks_people(self) -> list[str]:
+    def _rewards_of_people(self) -> list[str]:
         """Names of the rewards that people give."""
         rewards = self.run.rewards.train
         return [name for name, reward in rewards.items() if reward.asks_people]
@@ -237,7 +237,7 @@ class Trainer:
         run = self.run
         set_rewards = run.set_rewards
         images = f"the images of epoch {self.state.epoch + 1}"
-        people = self._asks_people()
+        people = self._rewards_of_people()
         # What a person skips is absent, as the score of another set's reward is. Only an image that
         # could not be shown lacks a vote.
         was_shown = np.zeros(len(rollouts.item_ids), bool)

@@ -288,7 +288,8 @@ def agreement(rows: Sequence[Row]) -> str:
     residuals = sums - share * counts
     variance = prompts / (prompts - 1) * (residuals**2).sum() / counts.sum() ** 2
     margin = float(student_t.ppf(0.975, prompts - 1) * np.sqrt(variance))
-    low, high = max(0.0, share - margin), min(1.0, share + margin)
+    low = max(0.0, share - margin)
+    high = min(1.0, share + margin)
     return (
         f"agrees with the rankings on {share:.3f} (95 % interval {low:.3f} to {high:.3f}) of {of}"
     )

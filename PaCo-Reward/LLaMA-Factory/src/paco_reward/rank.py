@@ -50,10 +50,10 @@ def run(args: argparse.Namespace) -> int:
     if not asked:
         raise UserError("nothing to ask: give --sets, --pairs or --editing")
     args.output.mkdir(parents=True, exist_ok=True)
-    found: dict[str, Any] = {}
+    agreement: dict[str, Any] = {}
 
     def finish() -> list[str]:
-        found.update(results.write_results(args.output, asked, args.sets))
+        agreement.update(results.write_results(args.output, asked, args.sets))
         return results.commands(args.output, args.sets)
 
     for number in (signal.SIGTERM, signal.SIGINT):  # a shell's background ignores Ctrl-C
@@ -66,25 +66,26 @@ def run(args: argparse.Namespace) -> int:
                 print(server.announcement(), flush=True)
                 server.wait()
         commands = finish()
-    for line in summary(found):
+    for line in summary(agreement):
         print(line)
     for line in commands:
         print(line)
     return 0
 
 
-def summary(found: Mapping[str, Any]) -> list[str]:
+def summary(agreement: Mapping[str, Any]) -> list[str]:
     """What agreement.json says, in sentences."""
     lines = []
-    for name, person in found["people"].items():
+    for name, person in agreement["people"].items():
         line = f"{name}: {person['answers']} answered, {person['skipped']} of them skipped"
-        own = person["with_themselves"]
-        if own["n"]:
+        repeats = person["with_themselves"]
+        if repeats["n"]:
             line += (
-                f"; the same answer when asked again: {own['share']:.2f} of {own['n']} comparisons"
+                f"; the same answer when asked again: {repeats['share']:.2f} of "
+                f"{repeats['n']} comparisons"
             )
         lines.append(line)
-    for kind, numbers in found["between_people"].items():
+    for kind, numbers in agreement["between_people"].items():
         pairwise = numbers["pairwise"]
         if pairwise["n"]:
             line = (

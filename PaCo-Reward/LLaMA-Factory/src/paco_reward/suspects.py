@@ -176,7 +176,11 @@ def read_run(folder: Path, reward: str | None = None) -> tuple[list[Suspect], bo
 
     Raises UserError: It has no saved pictures, or none of them can be compared.
     """
-    evaluations = sorted((folder / "eval").glob("epoch_*/eval_data.jsonl"))
+    # epoch_0010_keep is the user's own.
+    evaluations = sorted(
+        (folder / "eval").glob("epoch_*[0-9]/eval_data.jsonl"),
+        key=lambda file: (len(file.parent.name), file),
+    )
     if not evaluations:
         raise UserError(f"{folder} has no eval/epoch_*/eval_data.jsonl: name the folder of a run")
     *_, last = evaluations

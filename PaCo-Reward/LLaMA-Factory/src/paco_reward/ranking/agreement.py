@@ -57,7 +57,8 @@ def comparisons(kind: str, first: Mapping[str, Any], second: Mapping[str, Any]) 
             if first.get(label) and second.get(label):
                 same.append(first[label] == second[label])
         return same
-    before, after = ranks(first), ranks(second)
+    before = ranks(first)
+    after = ranks(second)
     same = []
     for one, other in combinations(before, 2):
         order = np.sign(before[one] - before[other])
@@ -109,11 +110,11 @@ def _between(kind: str, first_answers: Mapping[str, Mapping[str, Mapping[str, An
             w = kendalls_w([ranks(answer) for answer in answers])
             if w is not None:
                 concordance.append(w)
-    found: dict[str, Any] = {"tasks": num_tasks, "pairwise": _share(same)}
+    summary: dict[str, Any] = {"tasks": num_tasks, "pairwise": _share(same)}
     if kind == SET:
         mean = float(np.mean(concordance)) if concordance else None
-        found["kendalls_w"] = {"mean": mean, "n": len(concordance)}
-    return found
+        summary["kendalls_w"] = {"mean": mean, "n": len(concordance)}
+    return summary
 
 
 def _share(same: Sequence[bool]) -> dict[str, float | int | None]:

@@ -10,7 +10,7 @@ from typing import Any
 from paco_judge.files import Journal, read_json_lines
 from paco_reward.ranking.tasks import Task
 
-ANSWERS = "answers"  # folder in that of the results
+ANSWERS = "answers"  # folder beside the results
 _RECENT = 20  # answers that the time left is estimated from
 _FEWEST_TIMES = 3
 
@@ -92,12 +92,12 @@ class Person:
     def undo(self) -> bool:
         """Take back the last answer to what is asked now; returns whether there was one."""
         asked = {(task.key, again) for task, again in self._order}
-        given = [slot for slot in self._answers if slot in asked]
-        if not given:
+        answered = [slot for slot in self._answers if slot in asked]
+        if not answered:
             return False
-        task, again = given[-1]
+        task, again = answered[-1]
         self._journal.append({"task": task, "again": again, "undo": True})
-        del self._answers[given[-1]]
+        del self._answers[task, again]
         return True
 
     def can_undo(self) -> bool:

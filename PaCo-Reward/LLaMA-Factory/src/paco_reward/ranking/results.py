@@ -160,7 +160,7 @@ def write_benchmark(folder: Path, tasks: Sequence[Task], given: Given, sets: Pat
 
 
 def commands(output: Path, sets: Path | None) -> list[str]:
-    """The build-dataset commands that read the files, one for each, and that of the benchmark."""
+    """What to run next: build-dataset for each of the files, and the benchmark."""
     output = output.resolve()
     lines = []
     if sets is not None and (output / RANKINGS).exists():
