@@ -3,8 +3,8 @@
 python examples/product.py PHOTOS scenes.txt PaCo-GRPO/dataset/product --references 2
 
 PHOTOS is a folder of .jpg, .png or .webp files. Its boxes.json may have a box around the product:
-left, top, right and bottom in pixels, {"front.jpg": [120, 80, 860, 940]}. A line of scenes.txt is an
-instruction, such as "Show this shoe on wet asphalt". Every fifth scene is for evaluations.
+left, top, right and bottom in pixels, {"front.jpg": [120, 80, 860, 940]}. A line of scenes.txt is
+an instruction, such as "Show this shoe on wet asphalt". Every fifth scene is for evaluations.
 Not every editor takes several references (docs/real-weights.md#models).
 """
 

@@ -130,7 +130,7 @@ def vote_until_end(trainer: subprocess.Popen[bytes], log: Path, seed: int) -> No
 def measures(folder: Path) -> list[dict[str, Any]]:
     """The oracle's consistency and alignment after so many votes.
 
-    Of the 96 images of each evaluation, and of the 24 that each epoch shows before it trains on them.
+    Of the 96 images of each evaluation, and of the 24 that each epoch shows before its update.
     """
     answers = read_json_lines(folder / "votes.jsonl")
     rows = []

@@ -1,5 +1,6 @@
 """`paco-reward suspects`: which pairs of a run a person is asked about."""
 
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -106,6 +107,8 @@ def test_a_fifth_is_chosen_for_each_reason(grids, tmp_path, server, capsys):
 
 def test_of_pictures_that_rose_most(grids, tmp_path, server):
     """Since the first evaluation; every fifth picture rises five times as much."""
+    # A copy that somebody keeps is no evaluation of the run.
+    shutil.copytree(grids / "eval" / "epoch_0000", grids / "eval" / "epoch_0012_keep")
     rows, _ = choose(grids, tmp_path / "a.jsonl", server, "--n", 10)
     rose = {row["theme"] for row in rows if row["chosen_by"] == suspects.RISE}
     # Pictures 4 (open boat) and 9 (an owl, as the boat has three and the mill one).

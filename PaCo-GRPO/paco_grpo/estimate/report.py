@@ -6,9 +6,9 @@ Needs no weights, no GPU, and a minute or two.
     python scripts/estimate.py --config config/grpo.py:t2is_24gb --gpu "RTX 4090 24GB"
 
 The policy encodes, samples, decodes and trains at the model's real shapes on a device that computes
-shapes alone. The seconds assume that a GPU reaches a share of its stated peak (--share), and without
-compiled blocks no more than an H100 does. The parts of evaluations and of the judge need the run's prompts.
-Not estimated: other rewards, reading and writing, the time to compile.
+shapes alone. The seconds assume that a GPU reaches a share of its stated peak (--share), and
+without compiled blocks no more than an H100 does. The parts of evaluations and of the judge need
+the run's prompts. Not estimated: other rewards, reading and writing, the time to compile.
 
 Exit status: 0 = it fits; 1 = an error; 2 = a wrong option; 3 = it does not fit.
 """

@@ -157,8 +157,8 @@ def _add_build_parser(commands: "argparse._SubParsersAction[argparse.ArgumentPar
     add(
         "--mend",
         **file,
-        help="labels of a judge's mistakes, as --pairs or --editing: written beside the --beside data "
-        "sets of --output as NAME_mend_train, repeated to be a tenth of all. None is left out to "
+        help="labels of a judge's mistakes, as --pairs or --editing: written beside the --beside "
+        "data sets of --output as NAME_mend_train, repeated to be a tenth of all. None is left out to "
         "balance them, and none is for testing without --test_share",
     )
     add("--beside", metavar="NAMES", help="data sets in --output that are trained on with --mend")
@@ -253,8 +253,8 @@ def _add_build_parser(commands: "argparse._SubParsersAction[argparse.ArgumentPar
     add(
         "--test_share",
         type=fraction,
-        help="share of the groups for testing (default 0.05; with --mend 0): pairs of a theme, or of "
-        "--pairs and edits those with common images, stay together. Each question has "
+        help="share of the groups for testing (default 0.05; with --mend 0): pairs of a theme, or "
+        "of --pairs and edits those with common images, stay together. Each question has "
         "at least one group with each answer, if half of those pairs stay in training; 0: no pairs "
         "for testing. What an earlier call decided stays: split.json",
     )

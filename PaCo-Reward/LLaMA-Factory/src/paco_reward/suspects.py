@@ -141,8 +141,8 @@ def run(args: argparse.Namespace) -> int:
     encoder = local_encoder()
     if encoder is None:
         logger.warning(
-            "no weights of CLIP (%s) or DreamSim are on this machine: which pairs with a high P(Yes) "
-            "have features far apart is not known",
+            "no weights of CLIP (%s) or DreamSim are on this machine: which pairs with a high "
+            "P(Yes) have features far apart is not known",
             OPEN_CLIP,
         )
     ask(suspects, questions, folder, judge, is_editor)
