@@ -159,7 +159,7 @@ def judge(run: RunReport, label: Callable[[str], str]) -> Verdict:
         if name not in fallen:
             headline += f"; warned {_in_epochs(findings)}: {findings[0][1].meaning}"
     if gained and len(parts) == 1 and not run.findings:
-        headline += "; nothing fell, and nothing was warned"
+        headline += "; nothing fell, and there is no sign of collapse"
     total = run.config["num_epochs"]
     if run.state == "running":
         headline = f"still running, epoch {run.epochs} of {total}: {headline}"

@@ -84,7 +84,7 @@ def find_earlier(options: RunOptions, prompt_sets: Sequence[PromptSet], folder: 
     if not options.resume_from:
         return Earlier()
     if checkpoint is None:
-        logger.warning("%s has no checkpoint, starting from the beginning", folder)
+        logger.info("%s has no checkpoint, starting from the beginning", folder)
         return Earlier()
     checkpoints.read_numbers(checkpoint)
     plan = json.loads((checkpoint.parents[1] / "plan.json").read_bytes())
