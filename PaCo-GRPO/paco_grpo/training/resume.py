@@ -84,7 +84,9 @@ def find_earlier(options: RunOptions, prompt_sets: Sequence[PromptSet], folder: 
     if not options.resume_from:
         return Earlier()
     if checkpoint is None:
-        logger.info("%s has no checkpoint, starting from the beginning", folder)
+        # A first start may be told to resume, too: that is nothing to warn of.
+        level = logging.WARNING if holds_a_run else logging.INFO
+        logger.log(level, "%s has no checkpoint, starting from the beginning", folder)
         return Earlier()
     checkpoints.read_numbers(checkpoint)
     plan = json.loads((checkpoint.parents[1] / "plan.json").read_bytes())
