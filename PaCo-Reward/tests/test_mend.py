@@ -96,6 +96,21 @@ def test_labels_that_share_an_image_cannot_be_kept_back(old, labels, caplog):
     assert not (old / f"{KEPT_BACK}.json").exists()
 
 
+def test_pairs_beside_with_the_other_label_are_named(old, labels, caplog):
+    """In either order of the images; an equal label and another question are no contradiction."""
+    mend(labels, old)
+    rows = [json.loads(line) for line in labels.read_text().splitlines()[:6]]
+    rows[0] |= {"label": "Yes"}
+    rows[1] |= {"label": "Yes", "image1": rows[1]["image2"], "image2": rows[1]["image1"]}
+    rows[2] |= {"label": "Yes", "theme": "a goose"}
+    rows[3] |= {"label": "No"}
+    mend(write_lines(labels.with_name("second.jsonl"), rows), old, f"pairs,{MENDED}", name="again")
+    assert "3 pairs of --beside have the other label" in caplog.text
+    caplog.clear()
+    mend(write_lines(labels, rows[4:]), old, f"pairs,{MENDED}", name="agreeing")
+    assert "other label" not in caplog.text
+
+
 def test_labels_of_edits(old, tmp_path):
     """Both questions about each edit, also of a nearly unchanged picture."""
     rows = []

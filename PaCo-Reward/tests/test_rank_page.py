@@ -420,7 +420,9 @@ def test_kendalls_w_of_those_who_agree_and_who_contradict():
     assert agreement.kendalls_w([{"a": 1.5, "b": 1.5}] * 2) is None
 
 
-def test_a_benchmark_of_themes_that_no_judge_is_trained_on(world, sets, tmp_path, visit, capsys):
+def test_a_benchmark_of_themes_that_no_judge_is_trained_on(
+    world, sets, tmp_path, visit, capsys, caplog
+):
     """Its order is people's mean; with the same answers, build-dataset trains on other themes."""
     page = visit(tmp_path / "people", tasks.read_sets(sets), sets)
     for name, turn in (("Ada", [0, 1, 2]), ("Bob", [0, 2, 1]), ("Eve", [1, 0, 2])):
@@ -449,6 +451,10 @@ def test_a_benchmark_of_themes_that_no_judge_is_trained_on(world, sets, tmp_path
     for row in rows(sets, "consistency_reward_train"):
         trained |= {Path(image).parts[1] for image in row["images"]}
     assert trained and not trained & tested
+    assert "keeps for testing" not in caplog.text
+    build(world, sets, rankings=page.output / "rankings.jsonl", test_share=0.0, name="all")
+    num_kept = list(split.values()).count("test")
+    assert f"also on {num_kept} themes that {sets / 'split.json'} keeps" in caplog.text
 
     judge = ContentJudge()
     (tmp_path / "judge").mkdir()

@@ -33,14 +33,14 @@ from paco_judge.questions import (
     load_question,
     record,
 )
-from paco_reward.datasets import pair_prefix
+from paco_reward.datasets import Example, pair_prefix
 from paco_reward.options import MAX_CONCURRENCY
 from paco_reward.pairing import answers, files, inputs, mend, own_pairs, select
 from paco_reward.pairing.files import COT, PARTS, TEST, TRAIN
 from paco_reward.pairing.inputs import EditRow, PromptItem, Ranking, ReasonRow
 from paco_reward.pairing.own_pairs import OwnPairs
 from paco_reward.pairing.select import LabeledPair
-from paco_reward.pairing.splits import Split
+from paco_reward.pairing.splits import SPLIT, Split
 
 EDITING_NAME = "sharegpt_editing"
 STATS = "stats.json"
@@ -64,7 +64,7 @@ class Inputs:
     reasons: dict[frozenset[str], ReasonRow] | None = None  # written by people
     judge: answers.Judge | None = None
     user_pairs: OwnPairs | None = None
-    num_beside: int = 0  # pairs that labels of --mend come beside
+    beside: list[Example] = field(default_factory=list)  # pairs that labels of --mend come beside
 
 
 def build(options: Namespace) -> dict[str, dict[str, Any]]:
@@ -129,7 +129,7 @@ def read_inputs(options: Namespace) -> Inputs:
         client.check()
         read.judge = answers.Judge(client, options.continue_unknown)
     if options.mend:
-        read.num_beside = mend.count_beside(options)
+        read.beside = mend.read_beside(options)
     if options.mend and mend.are_edits(options):
         read.edits = inputs.read_edits(options.mend, has_server=False)
     elif options.pairs or options.mend:
@@ -286,13 +286,15 @@ def _write(
         known.choose_themes(read.items, options.test_share, options.seed)
         known.write(options.output)
         return {}
+    items = [] if name == EDITING_NAME else read.items
     if options.mend or not options.test_share:  # all goes where it is told, once
+        _warn_of_kept_themes(known, items, options)
         known = Split()
     pairs = clean(labeled, options, counts, known)
-    items = [] if name == EDITING_NAME else read.items
     testing: set[str] = set()
     if options.mend:
-        parts = mend.parts_of(pairs, options, read.num_beside, counts)
+        mend.warn_of_other_answers(pairs, read.beside, options)
+        parts = mend.parts_of(pairs, options, read.beside, counts)
     else:
         testing = testing_groups(pairs, items, options, known)
         parts = split(pairs, testing, options.seed, counts)
@@ -343,6 +345,18 @@ def testing_groups(
     undecided = [pair for pair in pairs if pair.group not in decided]
     testing = select.groups_for_testing(undecided, options.test_share, options.seed)
     return testing | {group for group, part in decided.items() if part == TEST}
+
+
+def _warn_of_kept_themes(known: Split, items: Sequence[PromptItem], options: Namespace) -> None:
+    """Say if a judge will be trained on themes that an earlier call keeps for testing."""
+    kept = {item.theme for item in items if known.themes.get(item.theme) == TEST}
+    if kept:
+        logger.warning(
+            "--test_share 0 trains on all, also on %d themes that %s keeps for testing: a judge of "
+            "these pairs cannot be measured on them, or on a benchmark of them",
+            len(kept),
+            options.output / SPLIT,
+        )
 
 
 def _warn_of_few(parts: Parts, options: Namespace) -> None:

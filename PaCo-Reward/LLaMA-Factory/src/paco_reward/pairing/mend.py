@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from paco_judge.errors import UserError
 from paco_judge.files import read_json_rows
-from paco_reward.datasets import load_examples
+from paco_judge.questions import form_of
+from paco_reward.datasets import Example, load_examples, pair_prefix
 from paco_reward.pairing import select
 from paco_reward.pairing.files import TEST, TRAIN
 from paco_reward.pairing.select import LabeledPair
@@ -24,17 +25,43 @@ def are_edits(options: Namespace) -> bool:
     return bool(rows) and "source" in rows[0]
 
 
-def count_beside(options: Namespace) -> int:
+def read_beside(options: Namespace) -> list[Example]:
     """The pairs that the labels come beside. Raises UserError: A data set cannot be read."""
-    count = 0
+    rows = []
     for name in map(str.strip, options.beside.split(",")):
         if name == f"{options.name}{SUFFIX}_{TRAIN}":
             raise UserError(f"{name} of --beside would be written over; choose another --name")
         examples = load_examples(options.output, name)
         if examples is None:
             raise UserError(f"data set {name} is no local ShareGPT file")
-        count += len(examples)
-    return count
+        rows += examples
+    return rows
+
+
+def warn_of_other_answers(
+    pairs: Sequence[LabeledPair], beside: Sequence[Example], options: Namespace
+) -> None:
+    """Say which pairs of --beside have the other label: the judge is taught both."""
+    prefix = pair_prefix(form_of(options))
+    labels = {}
+    for pair in pairs:
+        images = (options.output / pair.first, options.output / pair.second)
+        labels[images, f"{prefix}{pair.question}"] = pair.label
+        if pair.kind == "pair":  # its order does not matter
+            labels[images[::-1], f"{prefix}{pair.question}"] = pair.label
+    differing = []
+    for example in beside:
+        label = labels.get((example.images, example.prompt))
+        if label is not None and example.label not in (None, label):
+            differing.append(example.place)
+    if differing:
+        logger.warning(
+            "%d pairs of --beside have the other label in %s, first: %s. The judge is taught both: "
+            "correct them there, too",
+            len(differing),
+            options.mend,
+            differing[0],
+        )
 
 
 def kept_back(pairs: Sequence[LabeledPair], share: float, seed: int) -> set[str]:
@@ -50,7 +77,7 @@ def kept_back(pairs: Sequence[LabeledPair], share: float, seed: int) -> set[str]
 
 
 def parts_of(
-    pairs: Sequence[LabeledPair], options: Namespace, num_beside: int, counts: Counter
+    pairs: Sequence[LabeledPair], options: Namespace, beside: Sequence[Example], counts: Counter
 ) -> Mapping[str, list[LabeledPair]]:
     """All pairs as TRAIN and TEST; those of TRAIN so often that they are SHARE of an epoch."""
     testing = kept_back(pairs, options.test_share, options.seed)
@@ -63,11 +90,11 @@ def parts_of(
     train = [pair for pair in pairs if pair.group not in testing]
     if not train:
         raise UserError(f"{options.mend} has no labels for training; see --test_share")
-    repeats = max(1, round(num_beside * SHARE / (1 - SHARE) / len(train)))
+    repeats = max(1, round(len(beside) * SHARE / (1 - SHARE) / len(train)))
     counts["labels_for_training"] = len(train)
     counts["labels_for_testing"] = len(pairs) - len(train)
     counts["times_repeated"] = repeats
-    total = num_beside + repeats * len(train)
+    total = len(beside) + repeats * len(train)
     num_yes = sum(pair.label for pair in train)
     logger.info(
         "%d Yes and %d No for training, each %d times: %d of the %d pairs of an epoch (%.1f %%)",
