@@ -41,6 +41,12 @@ WRONG = 0.1  # share of votes
 RUNS: dict[str, dict[str, Any]] = {
     "recipe": {},
     "two_passes": {"train.num_inner_epochs": 2},  # two updates on the same votes
+    "two_slow_passes": {"train.num_inner_epochs": 2, "train.learning_rate": 3e-4},
+    "two_slow_passes_global_std": {
+        "train.num_inner_epochs": 2,
+        "train.learning_rate": 3e-4,
+        "sample.global_std": True,
+    },
 }
 
 
