@@ -37,16 +37,13 @@ GRPO = HERE.parent / "PaCo-GRPO"
 RESULTS = HERE / "votes.csv"
 OUT = HERE / "out" / "votes"
 WRONG = 0.1  # share of votes
+FAST = {"train.learning_rate": 5e-4, "sample.global_std": False}
 # Run → options besides those of the configuration.
 RUNS: dict[str, dict[str, Any]] = {
     "recipe": {},
-    "two_passes": {"train.num_inner_epochs": 2},  # two updates on the same votes
-    "two_slow_passes": {"train.num_inner_epochs": 2, "train.learning_rate": 3e-4},
-    "two_slow_passes_global_std": {
-        "train.num_inner_epochs": 2,
-        "train.learning_rate": 3e-4,
-        "sample.global_std": True,
-    },
+    # Tried before it: larger steps on the same votes, one or two of them.
+    "one_pass": FAST | {"train.num_inner_epochs": 1},
+    "two_passes": FAST,
 }
 
 

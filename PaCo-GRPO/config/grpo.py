@@ -518,20 +518,21 @@ def sd3(config: ConfigDict) -> None:
 
 
 def people(config: ConfigDict) -> None:
-    """24 votes an epoch. They are scarce, so every epoch is saved, and a step takes all of them."""
+    """24 votes an epoch. They are scarce: every epoch is saved, and has two steps on all of them."""
     without_noise(config)
     config.save_freq = 1
     config.sample.unique_sample_num_per_epoch = 4
     config.sample.num_images_per_prompt = 6
-    config.sample.global_std = False
+    config.sample.global_std = True  # a lone vote, which may be wrong, counts no more than others
     config.train.reward_fn = {"votes": 1.0}
     config.train.reward_fn_kwargs = {}
     config.train.aggregate_fn = None
     config.train.loss_type = "awm"
     config.train.awm_slow_beta = 0.0
-    config.train.learning_rate = 5e-4
+    config.train.learning_rate = 3e-4
     config.train.adam_beta2 = 0.99
     config.train.gradient_step_per_epoch = 1
+    config.train.num_inner_epochs = 2
 
 
 def guard(config: ConfigDict, *rewards: str) -> None:
