@@ -524,7 +524,7 @@ def people(config: ConfigDict) -> None:
     config.save_freq = 1
     config.sample.unique_sample_num_per_epoch = 4
     config.sample.num_images_per_prompt = 6
-    config.sample.global_std = True  # a lone vote, which may be wrong, counts no more than others
+    config.sample.global_std = True  # the group's is smallest where one vote stands alone
     config.train.reward_fn = {"votes": 1.0}
     config.train.reward_fn_kwargs = {}
     config.train.aggregate_fn = None

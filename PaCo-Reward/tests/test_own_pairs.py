@@ -185,3 +185,18 @@ def test_problems_of_a_row(pairs, tmp_path, change, named):
     assert re.search(r"pairs.csv line \d is not CSV", problem(table, tmp_path / "out"))
     table.write_text(text.replace("fox", "füchse"), encoding="cp1252")
     assert "pairs.csv is not a text in UTF-8" in problem(table, tmp_path / "out")
+
+
+def test_training_on_images_that_an_earlier_call_keeps_for_testing(pairs, tmp_path, caplog):
+    """By labels of mistakes, and with no share for testing."""
+    file = write_lines(tmp_path / "pairs.jsonl", pairs)
+    output = tmp_path / "out"
+    own(file, output, test_share=0.3)
+    tested = load_examples(output, "consistency_reward_test")
+    assert "for testing in" not in caplog.text
+    warning = f"0 themes and {2 * len(tested)} images of the training pairs are for testing"
+    build(None, output, mend=file, beside=TRAIN, test_share=None, sets_per_prompt=None)
+    assert warning in caplog.text
+    caplog.clear()
+    own(file, output, name="all", test_share=0.0)
+    assert warning in caplog.text

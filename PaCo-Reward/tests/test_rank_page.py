@@ -451,10 +451,10 @@ def test_a_benchmark_of_themes_that_no_judge_is_trained_on(
     for row in rows(sets, "consistency_reward_train"):
         trained |= {Path(image).parts[1] for image in row["images"]}
     assert trained and not trained & tested
-    assert "keeps for testing" not in caplog.text
+    assert "for testing in" not in caplog.text
     build(world, sets, rankings=page.output / "rankings.jsonl", test_share=0.0, name="all")
     num_kept = list(split.values()).count("test")
-    assert f"also on {num_kept} themes that {sets / 'split.json'} keeps" in caplog.text
+    assert f"{num_kept} themes and 0 images of the training pairs are for testing" in caplog.text
 
     judge = ContentJudge()
     (tmp_path / "judge").mkdir()

@@ -279,17 +279,16 @@ def _write(
     counts: Counter,
 ) -> dict[str, dict[str, int]]:
     """Clean, split and write the data sets of a name; returns their numbers."""
-    known = Split.read(options.output)
+    earlier = Split.read(options.output)
     if options.sets_only:
         if not counts["sets"]:
             raise UserError(_nothing_left("sets", counts))
-        known.choose_themes(read.items, options.test_share, options.seed)
-        known.write(options.output)
+        earlier.choose_themes(read.items, options.test_share, options.seed)
+        earlier.write(options.output)
         return {}
     items = [] if name == EDITING_NAME else read.items
-    if options.mend or not options.test_share:  # all goes where it is told, once
-        _warn_of_kept_themes(known, items, options)
-        known = Split()
+    is_told = options.mend or not options.test_share  # where each pair goes, this once
+    known = Split() if is_told else earlier
     pairs = clean(labeled, options, counts, known)
     testing: set[str] = set()
     if options.mend:
@@ -298,6 +297,7 @@ def _write(
     else:
         testing = testing_groups(pairs, items, options, known)
         parts = split(pairs, testing, options.seed, counts)
+    _warn_of_kept(earlier, parts[TRAIN], items, options)
     has_reasons = options.reasons or read.reasons is not None and name != EDITING_NAME
     if has_reasons:
         parts = with_reasons(parts, options, read, counts)
@@ -347,14 +347,21 @@ def testing_groups(
     return testing | {group for group, part in decided.items() if part == TEST}
 
 
-def _warn_of_kept_themes(known: Split, items: Sequence[PromptItem], options: Namespace) -> None:
-    """Say if a judge will be trained on themes that an earlier call keeps for testing."""
-    kept = {item.theme for item in items if known.themes.get(item.theme) == TEST}
-    if kept:
+def _warn_of_kept(
+    earlier: Split, train: Sequence[LabeledPair], items: Sequence[PromptItem], options: Namespace
+) -> None:
+    """Say if pairs for training show what an earlier call keeps for testing."""
+    groups = {pair.group for pair in train}
+    shown = {image for pair in train for image in (pair.first, pair.second)}
+    themes = {item.theme for item in items if item.group in groups}
+    num_themes = sum(earlier.themes.get(theme) == TEST for theme in themes)
+    num_images = sum(earlier.images.get(image) == TEST for image in shown)
+    if num_themes or num_images:
         logger.warning(
-            "--test_share 0 trains on all, also on %d themes that %s keeps for testing: a judge of "
-            "these pairs cannot be measured on them, or on a benchmark of them",
-            len(kept),
+            "%d themes and %d images of the training pairs are for testing in %s: do not measure "
+            "the judge on pairs or a benchmark of them",
+            num_themes,
+            num_images,
             options.output / SPLIT,
         )
 
