@@ -5,6 +5,7 @@
     study.py resolution aggregation            # the two claims of docs/method.md
     study.py methods                           # w − b of six methods for the same epochs
     study.py mend                              # a judge with a blind spot, mended by labels
+    study.py one_gpu --seeds 1                 # the settings of docs/one-gpu.md on the toy's generator
     study.py correlation --seeds 0             # trains nothing: scores of small and large images
     study.py rewards --table                   # trains nothing: the table of finished runs
 
@@ -165,11 +166,42 @@ MEND: Runs = {
     "mended": ("toy_t2is_nft", MENDING),
     "random": ("toy_t2is_nft", MENDING),
 }
+# The settings of t2is_one_gpu, with the sizes and models of the toy world.
+ONE_GPU = {
+    "pretrained.model": "../quickstart/models/flux",
+    "pretrained.quantize": None,
+    "max_sequence_length": 32,
+    "mixed_precision": "no",
+    "enable_gradient_checkpointing": False,
+    "speed.offload_text": False,
+    "speed.offload_vae": False,
+    "sample.guidance_scale": 3.5,
+    "sample.batch_size": 64,
+    "train.resolution": 64,
+    "train.batch_size": 64,
+    "train.reward_fn_kwargs.consistency_score.model": "PaCo-Reward-Toy",
+    "train.reward_fn_kwargs.between_images.model": "PaCo-Reward-Toy",
+    "test.reward_fn": {
+        "consistency_score": 1.0,
+        f"{ORACLE}consistency": 1.0,
+        f"{ORACLE}alignment": 1.0,
+        f"{ORACLE}distinct": 1.0,
+    },
+    "test.reward_fn_kwargs": {},
+    "test.resolution": 128,
+    "test.num_steps": 10,
+    "test.batch_size": 32,
+    "eval_freq": 8,
+}
 # Run -> the run of the next seed from which it learns.
 TEACHERS = {"opd": "nft"}
 STUDIES = {
     "methods": METHODS,
     "mend": MEND,
+    "one_gpu": {
+        "recipe": ("t2is_one_gpu", ONE_GPU),
+        "slow": ("t2is_one_gpu", ONE_GPU | {"train.learning_rate": 3e-4}),  # as t2is
+    },
     "rewards": REWARDS,
     "objectives": OBJECTIVES,
     "resolution": RESOLUTION,
