@@ -96,7 +96,7 @@ def t2is_one_gpu() -> ConfigDict:
     config.eval_freq = 8
     config.save_freq = 4
     config.sample.unique_sample_num_per_epoch = 8
-    config.train.learning_rate = 1e-3  # there are 16 steps; with 3e-4, the toy model hardly learns
+    config.train.learning_rate = 1e-3  # 16 steps of 3e-4 hardly teach the toy model
     config.test.resolution = 512
     config.test.num_images = 32
     config.speed.offload_text = True  # the judge takes the memory that would let them stay
