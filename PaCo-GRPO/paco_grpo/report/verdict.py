@@ -159,7 +159,9 @@ def judge(run: RunReport, label: Callable[[str], str]) -> Verdict:
         if name not in fallen:
             headline += f"; warned {_in_epochs(findings)}: {findings[0][1].meaning}"
     if gained and len(parts) == 1 and not run.findings:
-        headline += "; nothing fell, and there is no sign of collapse"
+        has_guards = len(trained) < len(changes)
+        others = "nothing fell clearly" if has_guards else "no other reward was measured"
+        headline += f"; {others}, and there is no sign of collapse"
     total = run.config["num_epochs"]
     if run.state == "running":
         headline = f"still running, epoch {run.epochs} of {total}: {headline}"
@@ -181,7 +183,9 @@ def _moved(changes: Sequence[Change]) -> str:
     for change in changes[:3]:
         verb = "rose" if change.direction > 0 else "fell"
         values = f"{change.before.value:.3f} to {change.after.value:.3f}"
-        texts.append(f"{change.label} {verb} from {values}")
+        images = images_of(change.before, change.after)
+        of_images = f" (n = {images})" if images else ""
+        texts.append(f"{change.label} {verb} from {values}{of_images}")
     if len(changes) > 3:
         texts.append(f"{len(changes) - 3} more")
     return " and ".join(texts)

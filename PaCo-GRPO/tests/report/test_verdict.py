@@ -71,13 +71,23 @@ def test_a_good_run(tmp_path):
     folder = write_run(tmp_path / "run", metrics_of("good"))
     verdict = verdict_of(folder)
     assert verdict.tone == "good"
-    assert in_order(verdict.headline, JUDGE, "rose", "0.513", "0.873", "epoch 16")
+    words = (JUDGE, "rose", "0.513", "0.873", "n = 96", "nothing fell clearly", "epoch 16")
+    assert in_order(verdict.headline, *words)
     assert points_of(verdict, "Fell") == points_of(verdict, "Warned") == []
     (line,) = [line for line in points_of(verdict, "Rose") if JUDGE in line]
     assert in_order(line, "0.513 ± 0.033", "0.873 ± 0.024", "+0.360 ± 0.040", "n = 96")
     curves = alternatives_of(folder)
     assert in_order(curves[JUDGE], "0.513 → 0.873", "best after epoch 16")
     assert curves["diversity"].endswith("limit 0.5")
+
+
+def test_a_run_without_guards_is_not_praised_for_what_was_not_measured(tmp_path):
+    rows = metrics_of("good")
+    for row in evaluations(rows):
+        for name in [name for name in row if name.startswith("eval/oracle")]:
+            del row[name]
+    headline = verdict_of(write_run(tmp_path / "run", rows)).headline
+    assert in_order(headline, "0.873", "no other reward was measured") and "fell" not in headline
 
 
 def test_a_collapsed_run(tmp_path):
