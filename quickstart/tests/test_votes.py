@@ -24,7 +24,7 @@ def test_what_the_oracle_likes(tmp_path, monkeypatch):
     images = [grid(9, 9, 9, 9), grid(9, 9, 4, 9), grid(4, 4, 4, 4)]
     reward.show(images, [item] * 3, [31, 32, 33], 1)
     log = tmp_path / "log"
-    log.write_text(f"votes: Open {reward.page.address}\n")
+    log.write_text(reward._server.announcement())
     votes.Voter(log, seed=0).vote()
     assert not reward.is_waiting()
     assert reward(images, [item] * 3, [33, 32, 31], 1).tolist() == [0, 0, 1]

@@ -4,12 +4,15 @@ Every process sends the page the images of its groups. The queue waits until eac
 is skipped (``ScoreQueue``); then the processes ask for the scores. The page belongs to the main
 process. What people answer is in the run's ``votes.jsonl``, a line for each answer:
 
-    {"epoch": 3, "item": 5, "seed": 81, "answer": "like", "score": 1.0, "time": 1767225600.0}
+    {"epoch": 3, "item": 5, "seed": 81, "picture": "60303ae22b998861",
+     "answer": "like", "score": 1.0, "time": 1767225600.0}
 
-The last line of an image counts. An ``answer`` of null takes one back.
+The last line of an image counts. An ``answer`` of null takes one back. ``picture`` is the start of
+the SHA-256 of its PNG file: with other options, a resumed run draws others, and asks about them.
 """
 
 import base64
+import hashlib
 import io
 import json
 import logging
@@ -20,7 +23,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -128,7 +131,7 @@ class Votes:
             ) from error
         self.page = page
         announcement = self._server.announcement()
-        page.address = announcement.split()[1]
+        page.address = self._server.url
         logger.info("votes: %s", announcement.replace("\n", "\nvotes: "))
 
     def show(
@@ -197,6 +200,13 @@ class Group:
     pictures: dict[str, Key] = field(default_factory=dict)  # opaque name → item id, seed
 
 
+class Replaced(NamedTuple):
+    """Answers by image: those that were there, and those that a person gave in their place."""
+
+    before: dict[Key, str | None]
+    given: dict[Key, str | None]
+
+
 class VotePage:
     """The page, and the answers of the current epoch; ``paco_judge.pages.Page`` says more.
 
@@ -215,7 +225,9 @@ class VotePage:
         self._groups: dict[int, Group] = {}  # by item id
         self._files: dict[str, bytes] = {}  # the pictures by their opaque names
         self._answers: dict[Key, str | None] = {}
-        self._undo: list[dict[Key, str | None]] = []  # what each answer replaced
+        self._digests: dict[Key, str] = {}  # of the pictures
+        self._rows: dict[Key, dict[str, Any]] = {}  # the epoch's last lines of the file
+        self._undo: dict[str, list[Replaced]] = {}  # by browser tab
         self._is_open = False  # people may answer
         self._result: dict[str, int] = {}  # of the last epoch
         self._phase = ("loading", 0, 0)
@@ -236,8 +248,12 @@ class VotePage:
             group = Group(body["prompt"], references)
             for seed, encoded in zip(body["seeds"], body["images"], strict=True):
                 key = (body["item"], seed)
-                group.pictures[self._keep(encoded)] = key
-                self._answers.setdefault(key, None)
+                name = self._keep(encoded)
+                group.pictures[name] = key
+                self._digests[key] = hashlib.sha256(self._files[name]).hexdigest()[:16]
+                row = self._rows.get(key, {})
+                is_same = row.get("picture") == self._digests[key]
+                self._answers[key] = row["answer"] if is_same else None
             self._groups[body["item"]] = group
             if self.form == "best" and len(group.pictures) == 1:  # nothing to compare
                 self._record(dict.fromkeys(group.pictures.values(), "skip"))
@@ -250,18 +266,20 @@ class VotePage:
         """
         if self._journal is None:
             self._set_aside(epoch, f"of epochs after {epoch}, which train again")
-            self._journal = Journal(self._file)
+            self._journal = Journal(self._file, sync=True)
             self._journal.__enter__()
         if self._closed_at is not None:
             self._pause_s = time.monotonic() - self._closed_at
         self.epoch = epoch
         self._groups = {}
         self._files = {}
-        self._undo = []
+        self._undo = {}
         self._answers = {}
+        self._digests = {}
+        self._rows = {}
         for row in self._journal.rows:
             if row["epoch"] == epoch:
-                self._answers[row["item"], row["seed"]] = row["answer"]
+                self._rows[row["item"], row["seed"]] = row
         self._is_open = True
 
     def _set_aside(self, after: int, which: str) -> None:
@@ -351,7 +369,7 @@ class VotePage:
                 "shown": shown,
                 "answered": answered,
                 "groups": groups,
-                "can_undo": bool(self._undo) and self._is_open,
+                "can_undo": bool(self._undo.get(query.get("tab", ""))) and self._is_open,
                 "last": self._result,
             }
 
@@ -378,16 +396,20 @@ class VotePage:
                 answers = dict.fromkeys(group.pictures.values(), answer)
             else:
                 answers = {key: answer}
-            self._undo.append({key: self._answers[key] for key in answers})
+            replaced = {key: self._answers[key] for key in answers}
+            self._undo.setdefault(body.get("tab", ""), []).append(Replaced(replaced, answers))
             self._record(answers)
-            return self.state({})
+            return self.state(body)
 
     def undo(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Take the last answer back."""
+        """Take the last answer of a browser tab back, unless another one has answered since."""
         with self._lock:
-            if self._is_open and self._undo:
-                self._record(self._undo.pop())
-            return self.state({})
+            answers = self._undo.get(body.get("tab", ""))
+            if self._is_open and answers:
+                last = answers.pop()
+                if last.given.items() <= self._answers.items():
+                    self._record(last.before)
+            return self.state(body)
 
     def picture(self, name: str) -> bytes | None:
         """A picture of the epoch."""
@@ -405,9 +427,12 @@ class VotePage:
         if self._journal is None:
             raise UserError("no image has been shown yet")
         now = round(time.time(), 3)
-        for (item, seed), answer in answers.items():
-            row = {"epoch": self.epoch, "item": item, "seed": seed, "answer": answer}
-            self._journal.append(row | {"score": SCORES[answer], "time": now})
+        for key, answer in answers.items():
+            item, seed = key
+            row = {"epoch": self.epoch, "item": item, "seed": seed, "picture": self._digests[key]}
+            row |= {"answer": answer, "score": SCORES[answer], "time": now}
+            self._journal.append(row)
+            self._rows[key] = row
         self._answers |= answers
 
     def _keep(self, encoded: str) -> str:

@@ -29,10 +29,15 @@ def begun(folder, form="like", resumes=False, port=0):
     return reward
 
 
-def show(reward, epoch, item, seeds):
+def show(reward, epoch, item, seeds, color="black"):
     """Each image is as wide as its seed."""
-    images = [Image.new("RGB", (seed, 2)) for seed in seeds]
+    images = [Image.new("RGB", (seed, 2), color) for seed in seeds]
     reward.show(images, [item] * len(seeds), seeds, epoch)
+
+
+def address(reward):
+    """That opens the page in a browser, with its key."""
+    return reward._server.announcement().split()[1]
 
 
 def names(reward):
@@ -97,6 +102,46 @@ def test_best_and_worst_of_a_group(tmp_path):
     reward.close()
 
 
+def test_a_tab_takes_back_its_own_answers(tmp_path):
+    reward = begun(tmp_path)
+    show(reward, 2, FOX, [10, 11, 12])
+    page = reward.page
+    by_seed = names(reward)
+
+    def answers():
+        (group,) = page.state({})["groups"]
+        return [picture["answer"] for picture in group["pictures"]]
+
+    page.answer({"picture": by_seed[10], "answer": "like", "tab": "a"})
+    page.answer({"picture": by_seed[11], "answer": "skip", "tab": "a"})
+    page.answer({"picture": by_seed[11], "answer": "dislike", "tab": "b"})
+    assert page.undo({"tab": "a"})["can_undo"]  # the other tab has answered this one since
+    assert answers() == ["like", "dislike", None]
+    assert not page.undo({"tab": "a"})["can_undo"]
+    assert answers() == [None, "dislike", None]
+    assert page.state({"tab": "b"})["can_undo"]
+    page.undo({"tab": "b"})
+    assert answers() == [None, "skip", None]
+    reward.close()
+
+
+def test_a_resumed_run_asks_about_pictures_that_are_others_now(tmp_path):
+    """As with another number of steps: item, epoch and seed are the same."""
+    reward = begun(tmp_path)
+    show(reward, 5, FOX, [10, 11])
+    show(reward, 5, EDIT, [20])
+    for name in names(reward).values():
+        reward.page.answer({"picture": name, "answer": "like"})
+    reward.close()
+    resumed = begun(tmp_path, resumes=True)
+    show(resumed, 5, FOX, [10, 11], "blue")
+    show(resumed, 5, EDIT, [20])
+    groups = resumed.page.state({})["groups"]
+    given = [[picture["answer"] for picture in group["pictures"]] for group in groups]
+    assert given == [[None, None], ["like"]]
+    resumed.close()
+
+
 def test_what_a_later_run_finds(tmp_path):
     """A cut line is lost; answers of later epochs, and those of an earlier run, are set aside."""
     reward = begun(tmp_path)
@@ -141,7 +186,7 @@ def test_the_page_in_a_browser(tmp_path):
         for _ in range(2):
             context = browser.new_context(viewport={"width": 400, "height": 800})
             tabs.append(context.new_page())
-            tabs[-1].goto(reward.page.address)
+            tabs[-1].goto(address(reward))
             expect(tabs[-1], 0)
         first, second = tabs
         assert "key=" not in first.url
@@ -152,17 +197,24 @@ def test_the_page_in_a_browser(tmp_path):
         expect(first, 2)
         first.reload()
         expect(second, 2)
+        # What a tab shows stays until it answers: the first picture, which was liked meanwhile.
+        driver.expect(second.locator("figcaption")).to_have_text("liked")
         second.keyboard.press("s")
-        expect(second, 3)
+        driver.expect(second.locator("figcaption")).to_have_text("like it or not?")
+        second.keyboard.press("s")
         expect(first, 3)  # by itself
-        assert first.locator("#prompt").text_content() == EDIT.prompt
+        assert first.locator("#prompt").text_content() == FOX.prompt
+        first.keyboard.press("d")
+        driver.expect(first.locator("#prompt")).to_have_text(EDIT.prompt)
         assert first.locator("#pictures figure.reference").count() == 1
         assert first.evaluate("document.documentElement.scrollWidth") <= 400
         second.keyboard.press("l")
         expect(first, 4)
-        first.keyboard.press("1")
-        driver.expect(second.locator("#vote")).to_be_hidden()
+        for key in "01":
+            first.keyboard.press(key)
+        driver.expect(second.locator("#count")).to_be_empty()  # all have an answer
         assert not reward.is_waiting()
+        driver.expect(second.locator("#vote")).to_be_hidden()
         reward.follow("sampling", 3, 24)
         driver.expect(first.locator("#status")).to_contain_text("3 of 24")
         reward.close()
@@ -173,9 +225,44 @@ def test_the_page_in_a_browser(tmp_path):
         "like",
         *["dislike"] * 2,
         None,
-        "skip",
-        *["like"] * 2,
+        *["skip"] * 2,
+        "dislike",
+        "like",
+        "dislike",
+        "like",
     ]
+
+
+def test_undo_of_the_best_alone_leaves_the_group_before(tmp_path):
+    driver = pytest.importorskip("playwright.sync_api")
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("there is no chromium")
+    reward = begun(tmp_path, "best")
+    show(reward, 2, FOX, [30, 31, 32])
+    show(reward, 2, EDIT, [33, 34])
+    with driver.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        tab = browser.new_page()
+        tab.goto(address(reward))
+        help_text = driver.expect(tab.locator("#help"))
+        help_text.to_contain_text("best")
+        for key in "31":
+            tab.keyboard.press(key)
+        driver.expect(tab.locator("#count")).to_have_text("3 of 5")
+        tab.keyboard.press("2")
+        help_text.to_contain_text("worst")
+        tab.keyboard.press("u")
+        help_text.to_contain_text("best")
+        driver.expect(tab.locator("#count")).to_have_text("3 of 5")
+        for key in "12":
+            tab.keyboard.press(key)
+        driver.expect(tab.locator("#vote")).to_be_hidden()
+        assert not reward.is_waiting()
+        browser.close()
+    assert reward([None] * 3, [FOX] * 3, [30, 31, 32], 2).tolist() == [0, 0.5, 1]
+    assert reward([None] * 2, [EDIT] * 2, [33, 34], 2).tolist() == [1, 0]
+    reward.close()
 
 
 def test_a_port_that_is_taken_and_several_machines(tmp_path, monkeypatch):
