@@ -12,8 +12,9 @@ from voter import Voter
 from paco_judge.files import read_json_lines
 
 VOTES = {
-    "train__reward_fn": '{"votes": 1.0}',
+    "train__reward_fn": '{"votes": 1.0, "tiny_run:redness": 0.5}',
     "train__reward_fn_kwargs": '{"votes": {"port": 0}}',
+    "train__sharding": "fsdp2",
     "test__reward_fn": '{"tiny_run:redness": 1.0}',
     "train__max_missing_reward_fraction": 0.0,
     "train__loss_type": "awm",
