@@ -35,8 +35,9 @@ BLIND = "toy_pairs_blind_train"
 LABELS = 100
 FURTHER = 500  # pairs of the exploited run's pictures that no judge is trained on
 ARMS = ("mended", "random")  # who chooses the labels
-# Half of the rate of the judge's training, for one epoch.
-MENDING = {"num_train_epochs": 1, "learning_rate": 3.5e-4}
+# With these, the judge of seed 0 learns its labels (P(Yes) of what it was blind to 0.00), and with a
+# first-token weight of 0.1 it does not (0.43).
+MENDING = {"num_train_epochs": 3, "learning_rate": 7e-4, "first_token_weight": 0.5}
 
 
 def blind_to(seed: int) -> str:
