@@ -574,6 +574,29 @@ def test_answers_to_an_earlier_file_stay_in_the_results(files, visit, tmp_path):
     assert labels == yes | {"fox 0": "No", "fox 1": "No"}
 
 
+@pytest.mark.parametrize("kind", ["pairs", "edits"])
+def test_labels_of_pictures_that_are_gone_or_others_now_do_not_count(
+    files, visit, tmp_path, caplog, kind
+):
+    """Those of rows that are only not asked any more do."""
+    read = {"pairs": tasks.read_pairs, "edits": tasks.read_edits_of}[kind]
+    file = getattr(files, kind)
+    lines = read_lines(file)
+    with ExitStack() as stack:
+        page = Visit(stack, files.output, read(file, files.output))
+        page.answer_all("Ada", lambda state: {"label": "No", "consistency": "Yes"})
+    (tmp_path / "0a.png").unlink()
+    noise(5, 78).save(tmp_path / "1b.png")
+    tasks._fingerprint.cache_clear()  # a later command
+    write_lines(file, [lines[1], lines[3]])
+    page = visit(files.output, read(file, files.output))
+    page.answer_all("Ada", lambda state: {"skipped": True})
+    results_file = {"pairs": "pairs.jsonl", "edits": "editing.jsonl"}[kind]
+    labeled = {int((row.get("theme") or row["instruction"])[-1]) for row in page.file(results_file)}
+    assert labeled == set(range(2, len(lines)))
+    assert "0a.png" in caplog.text and "1b.png" in caplog.text
+
+
 def test_both_orders_of_a_pair_are_one_question(files):
     lines = read_lines(files.pairs)
     turned = lines[1] | {"image1": lines[1]["image2"], "image2": lines[1]["image1"]}

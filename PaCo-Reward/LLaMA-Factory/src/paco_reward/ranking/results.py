@@ -16,8 +16,10 @@ from paco_reward.ranking.tasks import (
     EDIT,
     EDIT_LABELS,
     PAIR,
+    PICTURES,
     SET,
     Task,
+    has_pictures,
     has_set,
     read_themes,
 )
@@ -39,8 +41,8 @@ def write_results(output: Path, tasks: Sequence[Task], sets: Path | None) -> dic
 
     Args:
         output: Its ``answers`` are read. Answers of an earlier call, to what is not asked any
-            more, count as well, unless a set's pictures are others now: its names would give
-            them the labels of those before.
+            more, count as well, unless the pictures are gone or others now: their names would
+            give them the labels of those before.
         tasks: What is asked; their columns count before those that answers have.
         sets: The folder of the sets, for the benchmark.
 
@@ -62,6 +64,13 @@ def write_results(output: Path, tasks: Sequence[Task], sets: Path | None) -> dic
             if not has_set(sets, themes, task, set_columns):
                 logger.warning("%s: a set of %s is no longer there", sets, set_columns["folder"])
                 del given[SET][task]
+    for kind, names in PICTURES.items():
+        for task in given[kind].keys() - columns.keys():
+            of_task, _ = given[kind][task]
+            if not has_pictures(output, kind, task, of_task):
+                shown = " and ".join(of_task[name] for name in names)
+                logger.warning("%s: a %s of %s is no longer there", output, kind, shown)
+                del given[kind][task]
     rows = {SET: _rankings(given[SET]), PAIR: _pairs(given[PAIR]), EDIT: _edits(given[EDIT])}
     for kind, of_kind in rows.items():
         file = output / FILES[kind]

@@ -31,6 +31,7 @@ SET = "set"
 PAIR = "pair"
 EDIT = "edit"
 EDIT_LABELS = ("consistency", "follows")
+PICTURES = {PAIR: ("image1", "image2"), EDIT: ("source", "edited")}  # columns of their paths
 _MOST_CANDIDATES = 9  # a key each
 _PEOPLES = {"label", "score", "reason", *EDIT_LABELS}  # columns that people's answers replace
 _EVERY = 20  # of so many tasks one is asked again
@@ -131,7 +132,7 @@ def read_pairs(file: Path, output: Path) -> list[Task]:
         if _fingerprint(images[0]) == _fingerprint(images[1]):
             raise UserError(f"{row.place}: image1 and image2 are the same image")
         theme = row.theme or ""
-        key = _key(PAIR, sorted(images, key=_fingerprint), theme)
+        key = _pair_key(images, theme)
         stated = {"image1": _relative(images[0], output), "image2": _relative(images[1], output)}
         kept = _kept(values, stated)
         tasks.setdefault(key, Task(key, PAIR, tuple(images), theme, kept))
@@ -149,6 +150,19 @@ def read_edits_of(file: Path, output: Path) -> list[Task]:
         kept = _kept(values, stated)
         tasks.setdefault(key, Task(key, EDIT, images, edit.instruction, kept))
     return list(tasks.values())
+
+
+def has_pictures(output: Path, kind: str, key: str, row: Mapping[str, Any]) -> bool:
+    """Whether the pictures of a pair or an edit are still those of its ``Task.key``, asked or not.
+
+    Paths in ``row`` lead from ``output``, the folder of the results.
+    """
+    pictures = [output / row[name] for name in PICTURES[kind]]
+    if not all(picture.is_file() for picture in pictures):
+        return False
+    if kind == PAIR:
+        return _pair_key(pictures, str(row.get("theme", ""))) == key
+    return _key(EDIT, pictures, str(row["instruction"])) == key
 
 
 def in_order(tasks: Sequence[Task], seed: int) -> list[tuple[Task, bool]]:
@@ -193,6 +207,10 @@ def _relative(picture: Path, output: Path) -> str:
 
 def _key(kind: str, pictures: Sequence[Path], text: str) -> str:
     return hash_value([kind, [_fingerprint(picture) for picture in pictures], text.strip()])[:16]
+
+
+def _pair_key(pictures: Sequence[Path], theme: str) -> str:
+    return _key(PAIR, sorted(pictures, key=_fingerprint), theme)  # in either order
 
 
 def _set_key(folder: str, names: tuple[str, ...], pictures: Sequence[Path], theme: str) -> str:
