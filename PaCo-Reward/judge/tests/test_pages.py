@@ -93,6 +93,7 @@ def test_answers_undo_and_pictures(client, page):
         {"cookie": "paco_00000000=a-key-of-22-characters"},
         {"host": "evil.example:31500"},
         {"host": "127.0.0.1.evil.example"},
+        {"host": "["},
         {"origin": "http://evil.example"},
         {"origin": "http://127.0.0.1:3000"},  # another server on this machine: same site
         {"origin": "null"},

@@ -2,14 +2,15 @@
 
 import hashlib
 import hmac
+import re
 from collections.abc import Collection
-from urllib.parse import urlsplit
 
 from starlette.requests import HTTPConnection
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_OWN_HOST = re.compile(r"(127\.0\.0\.1|\[::1\]|localhost)(:\d+)?")
 
 
 def has_bearer(connection: HTTPConnection, key: str) -> bool:
@@ -80,7 +81,7 @@ class PageGuard:
     def _problem(self, connection: HTTPConnection) -> str | None:
         headers = connection.headers
         host = headers.get("host", "")
-        if urlsplit(f"//{host}").hostname not in LOOPBACK:
+        if not _OWN_HOST.fullmatch(host):
             return "this page is served to this machine only: open it at 127.0.0.1"
         if headers.get("origin", f"http://{host}") != f"http://{host}":
             return "another page may not send requests here"
