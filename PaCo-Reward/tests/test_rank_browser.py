@@ -3,6 +3,7 @@
 It needs `pip install playwright` and a Chromium that is installed (`apt install chromium`).
 """
 
+import re
 import shutil
 from contextlib import ExitStack
 
@@ -69,6 +70,18 @@ class Tab:
         for key in keys:
             self.tab.keyboard.press(key)
 
+    def poll(self):
+        """Asks for the state, as every few seconds."""
+        with self.tab.expect_event("requestfinished") as request:
+            self.tab.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
+        assert "/state" in request.value.url
+        self.tab.wait_for_timeout(100)
+
+    def is_told(self, text):
+        """A part of the notice; "": there is none."""
+        expected = re.compile(re.escape(text) or "^$")
+        playwright.expect(self.tab.locator("#notice")).to_have_text(expected)
+
     def shows(self, done):
         """Waits for so many answers, and for all pictures."""
         self.tab.wait_for_function(
@@ -125,3 +138,53 @@ def test_keys_alone(served, browser, scheme, width):
     assert (edit["consistency"], edit["follows"]) == ("Yes", "No")
     ranked = read_lines(output / "rankings.jsonl")
     assert sorted(len(row["equal"][0]) for row in ranked) == [2, 3]
+
+
+def test_errors_stay_until_an_answer_is_accepted(served, browser):
+    """That of a lost connection goes when the server answers again."""
+    address, _ = served
+    ada = Tab(browser.new_context())
+    ada.tab.goto(address)
+    ada.tab.fill("#name", "a/b")
+    ada.press(["Enter"])
+    ada.is_told("'a/b'")
+    ada.tab.fill("#name", "Ada")
+    ada.press(["Enter"])
+    ada.shows(0)
+    ada.is_told("")
+    for done in (1, 2):
+        ada.press("s")
+        ada.shows(done)
+    ada.tab.fill("#reason", "Yes, both have a tail")
+    ada.press(["Enter", "n"])
+    ada.is_told("other answer")
+    ada.poll()
+    ada.is_told("other answer")
+    ada.tab.fill("#reason", "")
+    ada.press(["Escape", "n"])
+    ada.shows(3)
+    ada.is_told("")
+
+    ada.context.set_offline(True)
+    ada.press("u")
+    ada.is_told("cannot be reached")
+    ada.context.set_offline(False)
+    ada.poll()
+    ada.is_told("")
+    ada.tab.evaluate("document.querySelector('img.picture').onerror()")
+    ada.poll()
+    ada.is_told("cannot be loaded")
+    ada.press("ny")
+    ada.tab.wait_for_function("() => state.kind === 'end'")
+    ada.is_told("")
+
+
+def test_a_tab_that_is_opened_from_another_is_not_the_same(served, browser):
+    """It begins with a copy of the other's storage, as a duplicate does."""
+    address, _ = served
+    ada = Tab(browser.new_context())
+    ada.enter(address, "Ada")
+    with ada.context.expect_page() as opened:
+        ada.tab.evaluate("void open('/')")
+    notice = opened.value.locator("#notice")
+    playwright.expect(notice).to_contain_text("“Ada” is open in another tab")

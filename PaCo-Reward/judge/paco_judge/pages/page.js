@@ -1,13 +1,25 @@
 // What the pages share. A page's own script uses the object `page`.
 "use strict";
 
+// A tab that is opened from another one, such as a duplicate, begins with its storage.
+if (performance.getEntriesByType("navigation")[0].type !== "reload") {
+  sessionStorage.removeItem("paco_tab");
+}
+
 const page = {
   // Names this tab in requests, also after a reload: the server knows by it when a name is used in
   // two tabs.
   tab: sessionStorage.paco_tab ||= Math.random().toString(36).slice(2, 10),
 
-  // Shows a sentence on top of the page; "" removes it.
-  notice(text, bad = false) {
+  // What removes the error on the page: "POST" an accepted answer, "GET" whatever the server
+  // answers; "": there is no error.
+  _until: "",
+
+  // Shows a sentence on top of the page; "" removes it. An error stays until an answer is accepted,
+  // as a page asks for the state again at once.
+  notice(text, bad = false, until = "POST") {
+    if (page._until && !bad) return;
+    page._until = bad ? until : "";
     const place = document.getElementById("notice");
     place.textContent = text;
     place.classList.toggle("bad", bad);
@@ -28,23 +40,24 @@ const page = {
   },
 
   async _fetch(path, options) {
+    const method = options.method || "GET";
     let response;
     try {
       response = await fetch(path, options);
     } catch {
-      page._failed = true;
       page.notice("The command that serves this page has ended or cannot be reached. " +
-        "Answers until now are kept.", true);
+        "Answers until now are kept.", true, "GET");
       return null;
     }
     const answer = await response.json().catch(() => ({}));
     if (!response.ok) {
-      page._failed = true;
-      page.notice(answer.error || `The server answered ${response.status}.`, true);
+      page.notice(answer.error || `The server answered ${response.status}.`, true, method);
       return null;
     }
-    if (page._failed) page.notice("");
-    page._failed = false;
+    if (method === "POST" || page._until === "GET") {
+      page._until = "";
+      page.notice("");
+    }
     return answer;
   },
 
