@@ -1,6 +1,7 @@
 """Labels of a judge's mistakes: build-dataset --mend, and the training that goes on from a judge."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -77,7 +78,8 @@ def test_no_label_is_left_out_and_together_they_are_a_tenth(old, labels, caplog)
     pairs, _ = labeled_pairs(old, MENDED)
     assert {row[2] for row in pairs.rows} == {theme_question(f"a fox, {n}") for n in range(7)}
 
-    # Fewer labels, some of them kept back: whole pairs, and never repeated.
+
+def test_labels_that_are_kept_back_are_whole_groups_and_never_repeated(old, labels):
     rows = labels.read_text().splitlines(keepends=True)[:40]
     counts = mend(write_lines(labels, rows), old, test_share=0.3)["counts"]
     train, test = answers(old, MENDED), answers(old, KEPT_BACK)
@@ -85,6 +87,41 @@ def test_no_label_is_left_out_and_together_they_are_a_tenth(old, labels, caplog)
     assert len(test) == counts["labels_for_testing"] == 12
     assert set(train.values()) == {counts["times_repeated"]} == {5}  # 1,200 / 9 / 28 = 4.8
     assert set(test.values()) == {1} and not {key[0] for key in train} & {key[0] for key in test}
+
+
+def sides(output: Path) -> dict[int, str]:
+    """train or test of each label, by the number in its question; no image is on both sides."""
+    found = {}
+    images = []
+    for name, part in ((MENDED, "train"), (KEPT_BACK, "test")):
+        keys = answers(output, name)
+        found |= {int(re.search(r"owl (\d+)", question)[1]): part for *_, question, _ in keys}
+        images.append({image for first, second, *_ in keys for image in (first, second)})
+    assert not images[0] & images[1]
+    return found
+
+
+def test_labels_of_a_later_call_leave_the_earlier_ones_where_they_were(old, labels):
+    """A group that joins both sides is for training, as a part of it was."""
+    rows = []
+    for number, line in enumerate(labels.read_text().splitlines()):
+        rows.append(json.loads(line) | {"theme": f"owl {number}"})
+    mend(write_lines(labels, rows[:40]), old, test_share=0.3)
+    before = sides(old)
+    trained = min(number for number in before if before[number] == "train")
+    joined, grown, *_ = (number for number in before if before[number] == "test")
+    joins = rows[joined] | {"image2": rows[trained]["image1"], "theme": "owl 100"}
+    grows = rows[50] | {"image2": rows[grown]["image1"], "theme": "owl 101"}
+    mend(write_lines(labels, [*rows, joins, grows]), old, test_share=0.3, seed=6)
+    after = sides(old)
+    moved = [number for number in before if after[number] != before[number]]
+    assert moved == [joined] and after[joined] == after[100] == "train"
+    assert after[50] == after[101] == after[grown] == "test"
+    assert list(after.values()).count("test") == 31  # 0.3 · 102
+
+    mend(write_lines(labels, rows[:60]), old)
+    kept = {number: part for number, part in after.items() if number < 60}
+    assert sides(old) == kept
 
 
 def test_labels_that_share_an_image_cannot_be_kept_back(old, labels, caplog):

@@ -159,7 +159,7 @@ def _add_build_parser(commands: "argparse._SubParsersAction[argparse.ArgumentPar
         **file,
         help="labels of a judge's mistakes, as --pairs or --editing: written beside the --beside "
         "data sets of --output as NAME_mend_train, repeated to be a tenth of all. None is left out to "
-        "balance them, and none is for testing without --test_share",
+        "balance them, and no new ones are for testing without --test_share",
     )
     add("--beside", metavar="NAMES", help="data sets in --output that are trained on with --mend")
     ranked = parser.add_mutually_exclusive_group()

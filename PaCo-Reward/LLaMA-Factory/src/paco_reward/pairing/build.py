@@ -293,7 +293,9 @@ def _write(
     testing: set[str] = set()
     if options.mend:
         mend.warn_of_other_answers(pairs, read.beside, options)
-        parts = mend.parts_of(pairs, options, read.beside, counts)
+        known = Split(images=earlier.mended)
+        parts = mend.parts_of(pairs, options, read.beside, known.groups(pairs, items), counts)
+        testing = {pair.group for pair in parts[TEST]}
     else:
         testing = testing_groups(pairs, items, options, known)
         parts = split(pairs, testing, options.seed, counts)
@@ -305,7 +307,11 @@ def _write(
         raise UserError(_nothing_left("balanced pairs", counts))
     if not options.mend:
         _warn_of_few(parts, options)
-    if not options.mend and options.test_share:
+    if options.mend:
+        known.add(pairs, items, testing)
+        earlier.mended = known.images
+        earlier.write(options.output)
+    elif options.test_share:
         known.add(pairs, items, testing)
         known.write(options.output)
     full_name = f"{name}{COT}" if has_reasons else name

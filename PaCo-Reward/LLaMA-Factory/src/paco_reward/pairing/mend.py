@@ -12,6 +12,7 @@ from paco_reward.datasets import Example, load_examples, pair_prefix
 from paco_reward.pairing import select
 from paco_reward.pairing.files import TEST, TRAIN
 from paco_reward.pairing.select import LabeledPair
+from paco_reward.pairing.splits import SPLIT
 
 SUFFIX = "_mend"  # of the data sets' name
 SHARE = 0.1  # of the labels, of all training pairs
@@ -64,12 +65,22 @@ def warn_of_other_answers(
         )
 
 
-def kept_back(pairs: Sequence[LabeledPair], share: float, seed: int) -> set[str]:
-    """Groups for testing: whole ones, together at most ``share`` of the pairs."""
+def kept_back(
+    pairs: Sequence[LabeledPair], decided: Mapping[str, str], share: float, seed: int
+) -> set[str]:
+    """Groups for testing: those that were, and others while all are at most ``share`` of the pairs.
+
+    Args:
+        pairs: In groups.
+        decided: TRAIN or TEST, of groups that hold labels of earlier calls.
+        share: From 0 to 1.
+        seed: Chooses the others.
+    """
     sizes = Counter(pair.group for pair in pairs)
-    left = round(share * len(pairs))
-    testing = set()
-    for group in sorted(sizes, key=lambda group: select.order_key(seed, "split", group)):
+    testing = {group for group, part in decided.items() if part == TEST}
+    left = round(share * len(pairs)) - sum(sizes[group] for group in testing)
+    undecided = sizes.keys() - decided.keys()
+    for group in sorted(undecided, key=lambda group: select.order_key(seed, "split", group)):
         if sizes[group] <= left:
             testing.add(group)
             left -= sizes[group]
@@ -77,14 +88,20 @@ def kept_back(pairs: Sequence[LabeledPair], share: float, seed: int) -> set[str]
 
 
 def parts_of(
-    pairs: Sequence[LabeledPair], options: Namespace, beside: Sequence[Example], counts: Counter
+    pairs: Sequence[LabeledPair],
+    options: Namespace,
+    beside: Sequence[Example],
+    decided: Mapping[str, str],
+    counts: Counter,
 ) -> Mapping[str, list[LabeledPair]]:
     """All pairs as TRAIN and TEST; those of TRAIN so often that they are SHARE of an epoch."""
-    testing = kept_back(pairs, options.test_share, options.seed)
+    testing = kept_back(pairs, decided, options.test_share, options.seed)
     if options.test_share and not testing:
         logger.warning(
-            "no labels are kept back for testing: those that share an image stay together, and "
-            "none of these groups is small enough; raise --test_share (%s)",
+            "no labels are kept back for testing: those that share an image stay together, also "
+            "with labels that an earlier call had for training (%s), and no other group is small "
+            "enough; raise --test_share (%s)",
+            options.output / SPLIT,
             options.test_share,
         )
     train = [pair for pair in pairs if pair.group not in testing]

@@ -23,6 +23,7 @@ class Split:
 
     themes: dict[str, str] = field(default_factory=dict)
     images: dict[str, str] = field(default_factory=dict)
+    mended: dict[str, str] = field(default_factory=dict)  # images of --mend, split by itself
 
     @classmethod
     def read(cls, output: Path) -> Self:
