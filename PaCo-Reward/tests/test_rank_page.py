@@ -378,6 +378,24 @@ def test_the_majority_labels_pairs_and_edits_that_build_dataset_reads(files, vis
     assert stats["counts"]["pairs_labeled"] == 6
 
 
+def test_mending_reads_the_labels_of_an_editors_suspects(files, visit, data_dir, tmp_path):
+    lines = [row | {"chosen_by": f"reason {row['task']}"} for row in read_lines(files.edits)]
+    edits = tasks.read_edits_of(write_lines(files.edits, lines), files.output)
+    page = visit(files.output, edits)
+
+    def decide(state):
+        number = int(state["text"].split()[-1])
+        return {"consistency": ("Yes", "No")[number // 2], "follows": ("Yes", "No")[number % 2]}
+
+    (command,) = page.answer_all("Ada", decide)["commands"]
+    labeled = files.output / "editing.jsonl"
+    assert f"build-dataset --mend {labeled} --output" in command
+    data = Path(shutil.copytree(data_dir, tmp_path / "data"))
+    options = {"test_share": None, "sets_per_prompt": None}
+    counts = build(None, data, mend=labeled, beside="pairs", **options)["counts"]
+    assert counts["labels_for_training"] == 8
+
+
 def test_refused_answers_leave_no_trace(sets, files, visit):
     page = visit(files.output, tasks.read_sets(sets)[:1])
     (files.output / "pairs").mkdir()

@@ -86,7 +86,9 @@ def test_a_fifth_is_chosen_for_each_reason(grids, tmp_path, server, capsys):
     output = tmp_path / "new" / "suspects.jsonl"
     rows, requests = choose(grids, output, server, "--n", 20)
     # 4 pictures with 3 pairs, 5 with 6, and two pairs of panels of the open prompt's neighbors
-    assert f"{3 * (12 + 30 + 2)} questions" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"{3 * (12 + 30 + 2)} questions" in printed
+    assert printed.endswith(f"paco-reward rank --pairs {output} --output labeled\n")
     assert len(requests) == 3 * 44
     assert Counter(row["chosen_by"] for row in rows) == dict.fromkeys(suspects.REASONS, 4)
     for row in rows:
@@ -148,7 +150,7 @@ def test_near_duplicates_are_not_asked_about(tmp_path, server):
     assert len(rows) == 1 + 6 and len(requests) == 2 * len(rows)  # two orders of one question
 
 
-def test_edits_are_shown_beside_their_originals(tmp_path, server):
+def test_edits_are_shown_beside_their_originals(tmp_path, server, capsys):
     """Both questions about them; an edit that changes nothing is no near-duplicate."""
     prompts = [(text, False, 1, 2, "consistency_for_editing") for text in INSTRUCTIONS]
     run = save_run(tmp_path / "run", prompts)
@@ -157,6 +159,7 @@ def test_edits_are_shown_beside_their_originals(tmp_path, server):
     output = tmp_path / "edits.jsonl"
     rows, requests = choose(run, output, server, "--n", 30)
     assert len(rows) == 8 and len(requests) == 16
+    assert f"paco-reward rank --editing {output} --output labeled\n" in capsys.readouterr().out
     assert {row["chosen_by"] for row in rows} == set(suspects.REASONS) - {suspects.ORDERS}
     for row in rows:
         source, edited = (load_image(output.parent / row[name]) for name in ("source", "edited"))

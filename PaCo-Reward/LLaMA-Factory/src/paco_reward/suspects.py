@@ -8,6 +8,7 @@ import argparse
 import itertools
 import logging
 import math
+import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -168,6 +169,8 @@ def run(args: argparse.Namespace) -> int:
     for reason, count in counts.items():
         print(f"{count:>6}  {reason}")
     print(f"{len(rows)} pairs of {len(prompts)} prompts: {args.output}")
+    option = "--editing" if is_editor else "--pairs"
+    print(shlex.join(["paco-reward", "rank", option, str(args.output), "--output", "labeled"]))
     return 0
 
 
