@@ -120,8 +120,6 @@ def measure_pieces(options: RunOptions, plan: Plan, objective: Objective) -> Pie
     _, tokens = text_lengths(policy, options)
     item = example(policy, options, options.train.resolution)
     shown = example(policy, options, test.resolution)
-    # The policy does not encode training's text again, where evaluations' are as long.
-    shown = dataclasses.replace(shown, prompt=PROMPT.upper())
     noise = {}
     if sample.noise_steps:
         noise = {
@@ -316,7 +314,9 @@ def evaluation_flops(options: RunOptions, plan: Plan, pieces: Pieces) -> float |
     images = test.num_images or items
     batches = math.ceil(math.ceil(images / plan.num_processes) / test.batch_size)
     forwards = batches * test.num_steps / 2
-    texts = min(images, items) / plan.num_processes * shown.encode.flops
+    # A text that is as long as in training was not encoded again (``_cached_texts``).
+    encode = shown.encode.flops or pieces.training.encode.flops
+    texts = min(images, items) / plan.num_processes * encode
     return texts + forwards * shown.denoise.flops + batches * shown.decode.flops
 
 
