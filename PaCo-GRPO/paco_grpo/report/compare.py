@@ -8,7 +8,7 @@ from paco_grpo.report.names import HEALTH, limits_of, reward_name
 from paco_grpo.report.page import Page, card_of_plot, settings_line, template
 from paco_grpo.report.plots import RUNS, Curve
 from paco_grpo.report.run import RunReport
-from paco_grpo.report.verdict import judge, means_by_epoch
+from paco_grpo.report.verdict import images_of, judge, means_by_epoch
 
 _TRAINING_ONLY = ("advantage/zero_std_share", "train/ratio_mean", "train/clip_share")
 # What an evaluation's numbers depend on, besides the weights.
@@ -34,8 +34,10 @@ def write_comparison(runs: Sequence[RunReport], out: Path, title: str = "") -> N
             means = means_by_epoch(values)
             last = max(means)
             of_best = means.get(best) if best is not None else None
-            row = {"label": label, "color": color, "first": means[min(means)], "best": of_best}
-            entry["rows"].append(row | {"last": means[last], "epoch": last})
+            first = means[min(means)]
+            row = {"label": label, "color": color, "first": first, "best": of_best}
+            row |= {"last": means[last], "epoch": last, "images": images_of(first, means[last])}
+            entry["rows"].append(row)
         for metric, values in run.health.items():
             if metric not in _TRAINING_ONLY:
                 health.setdefault(metric, []).append(Curve(label, values, color))

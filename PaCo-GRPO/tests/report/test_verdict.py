@@ -236,6 +236,7 @@ def test_runs_side_by_side(tmp_path, capsys):
     for row in evaluations(rows):
         for name in ("mean", "stderr"):
             row[f"eval/ocr_{name}"] = row.pop(f"eval/oracle_alignment_{name}")
+    evaluations(rows)[0]["eval/num_images"] = 48
     folders = [
         write_run(tmp_path / "a", metrics_of("collapsed"), train__loss_type="nft", run_name="a"),
         write_run(tmp_path / "b", rows, train__loss_type="awm", run_name="b"),
@@ -247,6 +248,7 @@ def test_runs_side_by_side(tmp_path, capsys):
     for folder in folders:
         headline = verdict_of(folder).headline
         assert page.count(headline) == 1
+    assert "<td>48, 96</td>" in page
     alternatives = Alternatives(page).texts
     (shared,) = [text for text in alternatives if text.startswith(JUDGE)]
     assert in_order(shared, "1. a 0.478 → 0.962", "best after epoch 4", "2. b 0.513 → 0.873")
