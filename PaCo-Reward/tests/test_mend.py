@@ -91,14 +91,14 @@ def test_labels_that_are_kept_back_are_whole_groups_and_never_repeated(old, labe
 
 def sides(output: Path) -> dict[int, str]:
     """train or test of each label, by the number in its question; no image is on both sides."""
-    found = {}
+    parts = {}
     images = []
     for name, part in ((MENDED, "train"), (KEPT_BACK, "test")):
         keys = answers(output, name)
-        found |= {int(re.search(r"owl (\d+)", question)[1]): part for *_, question, _ in keys}
+        parts |= {int(re.search(r"owl (\d+)", question)[1]): part for *_, question, _ in keys}
         images.append({image for first, second, *_ in keys for image in (first, second)})
     assert not images[0] & images[1]
-    return found
+    return parts
 
 
 def test_labels_of_a_later_call_leave_the_earlier_ones_where_they_were(old, labels):

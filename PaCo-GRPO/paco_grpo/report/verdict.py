@@ -160,8 +160,8 @@ def judge(run: RunReport, label: Callable[[str], str]) -> Verdict:
             headline += f"; warned {_in_epochs(findings)}: {findings[0][1].meaning}"
     if gained and len(parts) == 1 and not run.findings:
         has_guards = len(trained) < len(changes)
-        others = "nothing fell clearly" if has_guards else "no other reward was measured"
-        headline += f"; {others}, and there is no sign of collapse"
+        rest = "nothing fell clearly" if has_guards else "no other reward was measured"
+        headline += f"; {rest}, and there is no sign of collapse"
     total = run.config["num_epochs"]
     if run.state == "running":
         headline = f"still running, epoch {run.epochs} of {total}: {headline}"
@@ -184,8 +184,8 @@ def _moved(changes: Sequence[Change]) -> str:
         verb = "rose" if change.direction > 0 else "fell"
         values = f"{change.before.value:.3f} to {change.after.value:.3f}"
         images = images_of(change.before, change.after)
-        of_images = f" (n = {images})" if images else ""
-        texts.append(f"{change.label} {verb} from {values}{of_images}")
+        size = f" (n = {images})" if images else ""
+        texts.append(f"{change.label} {verb} from {values}{size}")
     if len(changes) > 3:
         texts.append(f"{len(changes) - 3} more")
     return " and ".join(texts)

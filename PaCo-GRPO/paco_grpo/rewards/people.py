@@ -130,9 +130,8 @@ class Votes:
                 "another port"
             ) from error
         self.page = page
-        announcement = self._server.announcement()
         page.address = self._server.url
-        logger.info("votes: %s", announcement.replace("\n", "\nvotes: "))
+        logger.info("votes: %s", self._server.announcement().replace("\n", "\nvotes: "))
 
     def show(
         self,
@@ -200,11 +199,11 @@ class Group:
     pictures: dict[str, Key] = field(default_factory=dict)  # opaque name → item id, seed
 
 
-class Replaced(NamedTuple):
-    """Answers by image: those that were there, and those that a person gave in their place."""
+class Change(NamedTuple):
+    """The answers to some images before and after somebody answered."""
 
     before: dict[Key, str | None]
-    given: dict[Key, str | None]
+    after: dict[Key, str | None]
 
 
 class VotePage:
@@ -217,7 +216,7 @@ class VotePage:
 
     def __init__(self, folder: Path, form: str, resumes: bool) -> None:
         self.form = form
-        self.address = ""  # for the log
+        self.address = ""  # for the log, without the key
         self.epoch = 0
         self._file = folder / "votes.jsonl"
         self._lock = threading.RLock()
@@ -227,7 +226,7 @@ class VotePage:
         self._answers: dict[Key, str | None] = {}
         self._digests: dict[Key, str] = {}  # of the pictures
         self._rows: dict[Key, dict[str, Any]] = {}  # the epoch's last lines of the file
-        self._undo: dict[str, list[Replaced]] = {}  # by browser tab
+        self._undo: dict[str, list[Change]] = {}  # by browser tab
         self._is_open = False  # people may answer
         self._result: dict[str, int] = {}  # of the last epoch
         self._phase = ("loading", 0, 0)
@@ -396,18 +395,18 @@ class VotePage:
                 answers = dict.fromkeys(group.pictures.values(), answer)
             else:
                 answers = {key: answer}
-            replaced = {key: self._answers[key] for key in answers}
-            self._undo.setdefault(body.get("tab", ""), []).append(Replaced(replaced, answers))
+            before = {key: self._answers[key] for key in answers}
+            self._undo.setdefault(body.get("tab", ""), []).append(Change(before, answers))
             self._record(answers)
             return self.state(body)
 
     def undo(self, body: dict[str, Any]) -> dict[str, Any]:
         """Take the last answer of a browser tab back, unless another one has answered since."""
         with self._lock:
-            answers = self._undo.get(body.get("tab", ""))
-            if self._is_open and answers:
-                last = answers.pop()
-                if last.given.items() <= self._answers.items():
+            changes = self._undo.get(body.get("tab", ""))
+            if self._is_open and changes:
+                last = changes.pop()
+                if last.after.items() <= self._answers.items():
                     self._record(last.before)
             return self.state(body)
 

@@ -130,15 +130,16 @@ def test_a_resumed_run_asks_about_pictures_that_are_others_now(tmp_path):
     reward = begun(tmp_path)
     show(reward, 5, FOX, [10, 11])
     show(reward, 5, EDIT, [20])
-    for name in names(reward).values():
-        reward.page.answer({"picture": name, "answer": "like"})
+    by_seed = names(reward)
+    for seed, answer in ((10, "like"), (11, "skip"), (20, "dislike")):
+        reward.page.answer({"picture": by_seed[seed], "answer": answer})
     reward.close()
     resumed = begun(tmp_path, resumes=True)
     show(resumed, 5, FOX, [10, 11], "blue")
     show(resumed, 5, EDIT, [20])
     groups = resumed.page.state({})["groups"]
-    given = [[picture["answer"] for picture in group["pictures"]] for group in groups]
-    assert given == [[None, None], ["like"]]
+    answers = [[picture["answer"] for picture in group["pictures"]] for group in groups]
+    assert answers == [[None, None], ["dislike"]]
     resumed.close()
 
 

@@ -293,9 +293,10 @@ def _write(
     testing: set[str] = set()
     if options.mend:
         mend.warn_of_other_answers(pairs, read.beside, options)
-        known = Split(images=earlier.mended)
-        parts = mend.parts_of(pairs, options, read.beside, known.groups(pairs, items), counts)
-        testing = {pair.group for pair in parts[TEST]}
+        mended = Split(images=earlier.mended)
+        parts = mend.parts_of(pairs, options, read.beside, mended.groups(pairs, items), counts)
+        mended.add(pairs, items, {pair.group for pair in parts[TEST]})
+        earlier.mended = mended.images
     else:
         testing = testing_groups(pairs, items, options, known)
         parts = split(pairs, testing, options.seed, counts)
@@ -305,15 +306,13 @@ def _write(
         parts = with_reasons(parts, options, read, counts)
     if not any(parts.values()):
         raise UserError(_nothing_left("balanced pairs", counts))
-    if not options.mend:
-        _warn_of_few(parts, options)
     if options.mend:
-        known.add(pairs, items, testing)
-        earlier.mended = known.images
         earlier.write(options.output)
-    elif options.test_share:
-        known.add(pairs, items, testing)
-        known.write(options.output)
+    else:
+        _warn_of_few(parts, options)
+        if options.test_share:
+            known.add(pairs, items, testing)
+            known.write(options.output)
     full_name = f"{name}{COT}" if has_reasons else name
     datasets = {}
     for part, of_part in parts.items():
