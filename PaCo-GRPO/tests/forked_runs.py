@@ -236,9 +236,9 @@ def evaluated_seeds(folder: Path) -> list[int]:
 
 def assert_same_training(one: Path, other: Path) -> None:
     """Advantages, numbers of every epoch and evaluation, and weights, which did change."""
-    # Rounding may turn a pixel of an 8-bit image, and with it an advantage in the third decimal.
+    # Rounding may turn a pixel of an 8-bit image, and with it an advantage by up to a hundredth.
     advantages = [observed(folder)["advantages"] for folder in (one, other)]
-    np.testing.assert_allclose(*advantages, rtol=0, atol=5e-3)
+    np.testing.assert_allclose(*advantages, rtol=0, atol=2e-2)
     compared = ("reward/", "advantage/", "train/loss", "train/grad", "eval/", "health/")
     for a, b in zip(rows(one), rows(other), strict=True):
         for key in ("phase", "epoch", "step"):

@@ -20,6 +20,12 @@ def test_every_pipeline_is_in_the_table():
     assert sum(line.split(" | ")[2] == "yes" for line in LINES.values()) >= 25
 
 
+def without_levels(line):
+    """A row's cells without differences and effects, which depend on the processor."""
+    name, own, generic, _image, weights, _reload, objectives, _effects = line.split(" | ")
+    return name, own, generic, weights, objectives
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", sorted(rows()))
 def test_the_generic_policy(name, tmp_path):
@@ -32,7 +38,4 @@ def test_the_generic_policy(name, tmp_path):
     assert min(coverage.effects.values()) >= LEAST_EFFECT, coverage.effects
     assert max(coverage.difference, coverage.reloaded) <= 1
     assert coverage.objectives == list(OBJECTIVES)
-    # How large an effect is depends on the processor.
-    *cells, _ = line.split(" | ")
-    *on_page, _ = LINES[name].split(" | ")
-    assert cells == on_page
+    assert without_levels(line) == without_levels(LINES[name])
