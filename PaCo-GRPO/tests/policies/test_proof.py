@@ -22,10 +22,10 @@ def load_generic(name, dtype=torch.float32):
     if "negative_prompt" in family.options:
         options["negative_prompt"] = "dull, and in the dark"
     pipeline = family.build()
-    for name, weight in pipeline.transformer.named_parameters():
+    for parameter_name, weight in pipeline.transformer.named_parameters():
         # So that a lost text or reference changes the image of random weights by more than rounding
         # does on any processor.
-        if name.endswith("to_v.weight"):
+        if parameter_name.endswith("to_v.weight"):
             weight.data.mul_(3)
     return generic_policy(type(pipeline))(pipeline, PolicySettings(**family.options | options))
 
