@@ -21,12 +21,12 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium")
 
 @pytest.fixture
 def served(world, tmp_path):
-    """(address, output): two sets, a pair and an edit."""
+    """Address, output and page: two sets, a pair and an edit whose pictures have four widths."""
     output = tmp_path / "people"
     output.mkdir()
     build(world, tmp_path / "sets", sets_only=True, sets_per_prompt=1)
     for number in range(4):
-        noise(3, number, width=64).save(tmp_path / f"{number}.png")
+        noise(3, number, width=64 + 32 * number).save(tmp_path / f"{number}.png")
     pair = {"image1": "0.png", "image2": "1.png", "theme": "two foxes"}
     edit = {"source": "2.png", "edited": "3.png", "instruction": "make it blue"}
     asked = tasks.read_sets(tmp_path / "sets")[:2]
@@ -40,7 +40,7 @@ def served(world, tmp_path):
     with ExitStack() as stack:
         page = RankPage(tasks.in_order(asked, 5), output, finish, stack)
         with PageServer(lambda key: page_app(page, key), port=0) as server:
-            yield server.announcement().split()[1], output
+            yield server.announcement().split()[1], output, page
 
 
 @pytest.fixture
@@ -82,6 +82,14 @@ class Tab:
         expected = re.compile(re.escape(text) or "^$")
         playwright.expect(self.tab.locator("#notice")).to_have_text(expected)
 
+    def ends(self):
+        self.tab.wait_for_function("() => state.kind === 'end'")
+
+    def widths(self):
+        """The pictures' widths by what is written about them."""
+        images = "[...document.images].map(image => [image.alt, image.naturalWidth])"
+        return dict(self.tab.evaluate(images))
+
     def shows(self, done):
         """Waits for so many answers, and for all pictures."""
         self.tab.wait_for_function(
@@ -94,7 +102,7 @@ class Tab:
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1400), ("dark", 400)])
 def test_keys_alone(served, browser, scheme, width):
     """Answers, undo, reload, a second person, a second tab, the end."""
-    address, output = served
+    address, output, page = served
     screen = {"viewport": {"width": width, "height": 850}, "color_scheme": scheme}
     ada = Tab(browser.new_context(**screen))
     ada.enter(address, "Ada")
@@ -103,7 +111,9 @@ def test_keys_alone(served, browser, scheme, width):
     ada.shows(1)
     ada.press("u")
     ada.shows(0)
-    ada.press("2=3")  # the last follows by itself
+    last = page.picture(ada.tab.get_attribute("img[alt='Picture 1']", "src").split("/")[-1])
+    ada.tab.locator(".choice").nth(1).click()
+    ada.press("=3")  # the last follows by itself
     ada.shows(1)
     ada.tab.reload()
     ada.shows(1)
@@ -121,12 +131,25 @@ def test_keys_alone(served, browser, scheme, width):
 
     ada.press("s")
     ada.shows(2)
+    assert ada.widths() == {"First": 64, "Second": 96}
+    again.poll()
+    again.press("s")  # of the question that it still shows
+    again.is_told("answered before, in another tab")
+    ada.tab.bring_to_front()
     ada.press("w")
     ada.tab.keyboard.type("only one has a tail")
-    ada.press(["Enter", "n"])
+    ada.press(["Enter"])
+    ada.tab.locator("button", has_text="No").click()
     ada.shows(3)
-    ada.press("yn")
-    ada.tab.wait_for_function("() => state.kind === 'end'")
+    assert ada.widths() == {"Original": 128, "Edit": 160}
+    ada.tab.locator(".ask").nth(1).locator("button", has_text="No").click()
+    ada.press("y")
+    ada.ends()
+    ada.press("u")
+    ada.shows(3)
+    ada.press("y")
+    ada.tab.locator("button", has_text="Skip").click()  # this question alone, as its key does
+    ada.ends()
     assert "--pairs" in ada.tab.inner_text("#commands")
     fits = "document.documentElement.scrollWidth <= innerWidth"
     for tab in (ada, bob, again):
@@ -135,14 +158,18 @@ def test_keys_alone(served, browser, scheme, width):
     (pair,) = read_lines(output / "pairs.jsonl")
     assert (pair["label"], pair["reason"]) == ("No", "only one has a tail")
     (edit,) = read_lines(output / "editing.jsonl")
-    assert (edit["consistency"], edit["follows"]) == ("Yes", "No")
-    ranked = read_lines(output / "rankings.jsonl")
-    assert sorted(len(row["equal"][0]) for row in ranked) == [2, 3]
+    assert edit["consistency"] == "Yes" and "follows" not in edit
+    *_, undone, _, _ = answers = read_lines(output / "answers" / "Ada.jsonl")
+    assert undone["answer"] == {"consistency": "Yes", "follows": "No"}
+    assert all(answer.get("seconds", 0) < 30 for answer in answers)
+    of_ada, of_bob = read_lines(output / "rankings.jsonl")
+    assert last.match(of_ada["rank_images"][-1])
+    assert (len(of_ada["equal"][0]), len(of_bob["equal"][0])) == (2, 3)
 
 
 def test_errors_stay_until_an_answer_is_accepted(served, browser):
     """That of a lost connection goes when the server answers again."""
-    address, _ = served
+    address, *_ = served
     ada = Tab(browser.new_context())
     ada.tab.goto(address)
     ada.tab.fill("#name", "a/b")
@@ -174,14 +201,14 @@ def test_errors_stay_until_an_answer_is_accepted(served, browser):
     ada.tab.evaluate("document.querySelector('img.picture').onerror()")
     ada.poll()
     ada.is_told("cannot be loaded")
-    ada.press("ny")
-    ada.tab.wait_for_function("() => state.kind === 'end'")
+    ada.press("ss")
+    ada.ends()
     ada.is_told("")
 
 
 def test_a_tab_that_is_opened_from_another_is_not_the_same(served, browser):
     """It begins with a copy of the other's storage, as a duplicate does."""
-    address, _ = served
+    address, *_ = served
     ada = Tab(browser.new_context())
     ada.enter(address, "Ada")
     with ada.context.expect_page() as opened:
