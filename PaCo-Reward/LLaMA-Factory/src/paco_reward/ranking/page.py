@@ -57,55 +57,8 @@ class RankPage:
         for file in sorted((output / ANSWERS).glob("*.jsonl")):
             self._opened(file.stem)
 
-    def state(self, query: Mapping[str, str]) -> dict[str, Any]:
-        """What a person is asked now. Without a name: only how much there is."""
-        if not query.get("name"):
-            return {"total": len(self._order)}
-        return self._state(query)
-
-    def answer(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Keep the answer to ``question``, a name that the state gave."""
-        person = self._person(body)
-        if body.get("question") not in self._slots:
-            raise UserError("this is not asked any more; reload the page")
-        task, again = self._slots[body["question"]]
-        answer = None
-        if not body.get("skipped"):
-            answer = _answer(task, shown_order(task, person.name, again), body)
-        seconds = body.get("seconds")
-        measured = float(seconds) if isinstance(seconds, int | float) else 0.0
-        try:
-            replaces = person.answer(task, again, answer, measured)
-        except OSError as error:
-            raise UserError(f"the answer could not be written: {error}") from error
-        if not person.open_tasks():
-            self._commands = []
-        return self._state(body) | {"replaced": replaces}
-
-    def undo(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Ask the last question again."""
-        self._person(body).undo()
-        return self._state(body)
-
-    def picture(self, name: str) -> Path | None:
-        """A picture of what somebody is asked now or next."""
-        for pictures in self._shown.values():
-            if name in pictures and pictures[name].is_file():
-                return pictures[name]
-        return None
-
-    def _person(self, query: Mapping[str, Any]) -> Person:
-        person = self._opened(person_name(query.get("name")))
-        self._tabs.setdefault(person.name, {})[str(query.get("tab"))] = time.monotonic()
-        return person
-
-    def _opened(self, name: str) -> Person:
-        key = name.casefold()
-        if key not in self._people:
-            self._people[key] = Person(name, self._output, self._order, self._stack)
-        return self._people[key]
-
-    def _state(self, query: Mapping[str, Any]) -> dict[str, Any]:
+    def state(self, query: Mapping[str, Any]) -> dict[str, Any]:
+        """What a person is asked now."""
         person = self._person(query)
         left = person.open_tasks()
         now = time.monotonic()
@@ -145,6 +98,48 @@ class RankPage:
             "text": task.text,
             "pictures": names,
         }
+
+    def answer(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Keep the answer to ``question``, a name that the state gave."""
+        person = self._person(body)
+        if body.get("question") not in self._slots:
+            raise UserError("this is not asked any more; reload the page")
+        task, again = self._slots[body["question"]]
+        answer = None
+        if not body.get("skipped"):
+            answer = _answer(task, shown_order(task, person.name, again), body)
+        seconds = body.get("seconds")
+        measured = float(seconds) if isinstance(seconds, int | float) else 0.0
+        try:
+            replaces = person.answer(task, again, answer, measured)
+        except OSError as error:
+            raise UserError(f"the answer could not be written: {error}") from error
+        if not person.open_tasks():
+            self._commands = []
+        return self.state(body) | {"replaced": replaces}
+
+    def undo(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Ask the last question again."""
+        self._person(body).undo()
+        return self.state(body)
+
+    def picture(self, name: str) -> Path | None:
+        """A picture of what somebody is asked now or next."""
+        for pictures in self._shown.values():
+            if name in pictures and pictures[name].is_file():
+                return pictures[name]
+        return None
+
+    def _person(self, query: Mapping[str, Any]) -> Person:
+        person = self._opened(person_name(query.get("name")))
+        self._tabs.setdefault(person.name, {})[str(query.get("tab"))] = time.monotonic()
+        return person
+
+    def _opened(self, name: str) -> Person:
+        key = name.casefold()
+        if key not in self._people:
+            self._people[key] = Person(name, self._output, self._order, self._stack)
+        return self._people[key]
 
 
 def _question(task: Task, again: bool) -> str:
