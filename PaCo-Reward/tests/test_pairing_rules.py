@@ -16,6 +16,7 @@ from paco_reward.pairing import build, select
 from paco_reward.pairing.answers import split_verdict
 from paco_reward.pairing.inputs import Ranking
 from paco_reward.pairing.select import LabeledPair, labels_of_ranking
+from paco_reward.pairing.splits import Split
 
 
 def ranking(reference: str, names: list[str], **more) -> Ranking:
@@ -63,8 +64,11 @@ def test_near_duplicates_differ_from_other_colors_and_shapes(tmp_path):
     assert select.leaders(shown, tmp_path, 6) == {"a": "a", "b": "a", "c": "c", "d": "d"}
 
 
-@pytest.mark.parametrize(("kind", "kept"), [("editing_consistency", 2), ("pair", 4)])
-def test_pairs_of_near_duplicates_are_one_group(kind, kept, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "option", "kept"),
+    [("editing_consistency", None, 2), ("pair", "pairs", 4), ("pair", "mend", 4)],
+)
+def test_pairs_of_near_duplicates_are_one_group(kind, option, kept, tmp_path):
     """A user's are all kept: what makes them differ may be what the judge is to learn."""
     for number, name in enumerate("aabbce"):
         image = noise(ord(name))
@@ -79,9 +83,19 @@ def test_pairs_of_near_duplicates_are_one_group(kind, kept, tmp_path):
         ("A", "E", "s", True),
     ]
     labeled = [LabeledPair(*pair, kind) for pair in shown]
-    options = Namespace(output=tmp_path, duplicate_bits=4, seed=1, pairs=kind == "pair", mend=None)
+    files = {name: name == option for name in ("pairs", "mend")}
+    options = Namespace(output=tmp_path, duplicate_bits=4, seed=1, **files)
     pairs = build.clean(labeled, options, Counter())
     assert len(pairs) == kept and len({pair.group for pair in pairs}) == 1
+
+
+def test_near_duplicates_on_both_sides_of_an_earlier_split_are_for_training():
+    split = Split(images={"a": "train", "b": "test", "c": "train", "d": "test"})
+    leader = {"a": "a", "b": "a", "c": "c", "d": "d"}
+    pairs = [LabeledPair(*names, "q", True, "pair") for names in ("ac", "bd")]
+    counts = Counter()
+    assert split.without_crossing(pairs, leader, counts) == pairs[:1]
+    assert counts == {"across_the_split": 1}
 
 
 def test_near_duplicates_differ_in_so_many_bits_as_stated(tmp_path):

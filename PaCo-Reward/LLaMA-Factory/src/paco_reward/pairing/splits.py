@@ -56,7 +56,7 @@ class Split:
         """The pairs that link no image of TRAIN with one of TEST; order is kept.
 
         Args:
-            pairs: Those of themes have groups already, and stay.
+            pairs: All of them. Images of themes are in no part.
             leader: Of each image, see ``select.leaders``; near-duplicates are one image.
             counts: Gets the number of pairs that are left out.
         """
@@ -66,23 +66,18 @@ class Split:
             part = self.images.get(image)
             if part and parts.get(first) != TRAIN:
                 parts[first] = part
-        # Pairs of earlier calls come first: a new image may lead to both sides.
-        ordered = sorted(
-            pairs, key=lambda pair: not self.images.keys() >= {pair.first, pair.second}
-        )
-        kept = set()
-        for pair in ordered:
+        kept = []
+        for pair in pairs:
             roots = [images[leader[pair.first]], images[leader[pair.second]]]
             sides = {parts[root] for root in roots if root in parts}
-            if not pair.group and len(sides) > 1:
+            if len(sides) > 1:
                 counts["across_the_split"] += 1
                 continue
-            kept.add(pair)
-            if not pair.group:
-                images.merge(*roots)
-                for side in sides:
-                    parts[images[roots[0]]] = side
-        return [pair for pair in pairs if pair in kept]
+            kept.append(pair)
+            images.merge(*roots)
+            for side in sides:
+                parts[images[roots[0]]] = side
+        return kept
 
     def groups(self, pairs: Iterable[LabeledPair], items: Iterable[PromptItem]) -> dict[str, str]:
         """The part of each group that is decided, by the metadata or by an earlier call."""
