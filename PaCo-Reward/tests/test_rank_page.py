@@ -1,9 +1,7 @@
 """paco-reward rank: what people answer on the page, and what becomes of it."""
 
 import json
-import os
 import shutil
-import signal
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -26,6 +24,7 @@ from paco_judge.pages import page_app
 from paco_reward.cli import main
 from paco_reward.pairing import select
 from paco_reward.pairing.inputs import Ranking
+from paco_reward.rank import summary
 from paco_reward.ranking import agreement, people, results, tasks
 from paco_reward.ranking.page import RankPage
 
@@ -114,10 +113,10 @@ def visit():
 
 def order_of(page, state, names, *equal):
     """The answer that ranks the candidates ``names``, those of ``equal`` as one."""
-    candidates = page.task(state).row["comp_images"]
-    name = state["name"]
-    task, again = page.page._slots[state["question"]]
-    shown = [candidates[index - 1] for index in tasks.shown_order(task, name, again)]
+    task = page.task(state)
+    shown = []
+    for picture in map(page.page.picture, state["pictures"][1:]):
+        shown.append(task.row["comp_images"][task.pictures.index(picture) - 1])
     classes = []
     for candidate in names:
         if any(candidate in group and candidates_in(classes, shown, group) for group in equal):
@@ -224,7 +223,7 @@ def test_only_pictures_of_what_is_asked_are_served(sets, tmp_path, visit):
     assert page.http.get(f"/picture/{state['question']}").status_code == 404
 
 
-def test_one_name_in_two_tabs_and_two_people(sets, tmp_path, visit):
+def test_one_name_in_two_tabs_and_two_people(sets, tmp_path, visit, monkeypatch):
     page = visit(tmp_path, tasks.read_sets(sets)[:3], sets)
     first = page.state("Ada", "one")
     assert not first["other_tab"]
@@ -232,14 +231,18 @@ def test_one_name_in_two_tabs_and_two_people(sets, tmp_path, visit):
     assert not page.state("Bob", "three")["other_tab"]
     names = page.task(first).row["comp_images"]
     answer = order_of(page, first, names)
-    page.post("Ada", first["question"], tab="one", **answer)
+    second = page.post("Ada", first["question"], tab="one", **answer).json()
+    page.post("Ada", tab="one", **order_of(page, second, page.task(second).row["comp_images"]))
     other = order_of(page, first, names[::-1])
     replaced = page.post("Ada", first["question"], tab="two", **other).json()
-    assert replaced["replaced"] and replaced["done"] == 1
+    assert replaced["replaced"] and replaced["done"] == 2
     assert page.state("Bob")["done"] == 0
     page.finish()
-    (ranking,) = page.file("rankings.jsonl")
+    *_, ranking = page.file("rankings.jsonl")
     assert ranking["rank_images"] == names[::-1]
+    assert page.post("Ada", path="/undo").json()["question"] == first["question"]
+    monkeypatch.setattr("paco_reward.ranking.page._SEEN_S", 0)
+    assert not page.state("Ada", "one")["other_tab"]
 
 
 def test_a_name_in_another_case_is_the_same_person(sets, tmp_path):
@@ -271,12 +274,15 @@ def test_rankings_of_pictures_that_are_others_now_do_not_count(sets, tmp_path, v
     folder = Path(shutil.copytree(sets, tmp_path / "sets"))
     asked = tasks.read_sets(folder)
     with ExitStack() as stack:
-        page = Visit(stack, tmp_path / "people", [asked[0], asked[-1]], folder)
+        page = Visit(stack, tmp_path / "people", [asked[0], asked[9], asked[-1]], folder)
         page.answer_all(
             "Ada", lambda state: order_of(page, state, page.task(state).row["comp_images"])
         )
-        assert len(page.file("rankings.jsonl")) == 2
+        assert len(page.file("rankings.jsonl")) == 3
     noise(5, 77).save(asked[-1].pictures[1])
+    for name, key in (("sets.jsonl", "folder"), ("prompt_data.jsonl", "idx")):
+        lines = read_lines(folder / name)
+        write_lines(folder / name, [line for line in lines if line[key] != asked[9].row["folder"]])
     tasks._fingerprint.cache_clear()  # a later command
     page = visit(tmp_path / "people", tasks.read_sets(folder)[1:2], folder)
     page.finish()
@@ -300,6 +306,36 @@ def test_a_picture_that_is_gone_at_the_end_loses_no_answer(sets, tmp_path, visit
     assert len(page.file("benchmark/consistency_full_rank.jsonl")) == 3
 
 
+def test_each_person_sees_candidates_in_an_order_of_their_own(sets):
+    """And in another one when they are asked again."""
+    asked = tasks.read_sets(sets)
+    seen = []
+    for name, again in (("Ada", False), ("Ada", True), ("Bob", False)):
+        seen.append([tasks.shown_order(task, name, again) for task in asked])
+    assert all(one != other for one, other in combinations(seen, 2))
+
+
+@pytest.mark.parametrize(("count", "places"), [(9, []), (29, [20]), (30, [20, 31])])
+def test_of_twenty_one_is_asked_again_after_some_others(count, places):
+    """Of the rest, too, if there are ten; the seed decides the order."""
+    asked = [tasks.Task(f"{number}", tasks.SET, (), "", {}) for number in range(count)]
+    orders = [tasks.in_order(asked, seed) for seed in range(9)]
+    for order in orders:
+        repeats = [place for place, (_, again) in enumerate(order) if again]
+        assert repeats == places
+        for place in repeats:
+            assert place - order.index((order[place][0], False)) > 5
+    assert len({order[0][0].key for order in orders}) > 1
+
+
+def test_the_time_left_is_estimated_from_the_last_answers(sets, tmp_path, visit):
+    page = visit(tmp_path, tasks.read_sets(sets))
+    seconds = [500, 600, *range(20, 1, -1), 95]
+    for number in seconds:
+        state = page.post("Ada", skipped=True, seconds=number).json()
+    assert state["seconds_left"] == (state["total"] - state["done"]) * np.median(seconds[-20:])
+
+
 def test_what_is_asked_twice_measures_a_person_and_changes_nothing(sets, tmp_path, visit):
     page = visit(tmp_path, tasks.read_sets(sets))
     seen = {}
@@ -311,7 +347,6 @@ def test_what_is_asked_twice_measures_a_person_and_changes_nothing(sets, tmp_pat
         names = task.row["comp_images"]
         if task.key in seen:
             again.append(task)
-            assert len(seen) - list(seen).index(task.key) > 5
             names = [names[0], names[2], names[1]]
         seen.setdefault(task.key, names)
         return order_of(page, state, names)
@@ -321,6 +356,10 @@ def test_what_is_asked_twice_measures_a_person_and_changes_nothing(sets, tmp_pat
     own = page.found["people"]["Ada"]
     assert (own["answers"], own["asked_again"]) == (24, 1)
     assert own["with_themselves"] == {"share": pytest.approx(2 / 3), "n": 3}
+    page.answer_all("Bob", lambda state: {"skipped": True})
+    ada, bob = summary(page.found)
+    assert ada.endswith("the same answer when asked again: 0.67 of 3 comparisons")
+    assert bob == "Bob: 24 answered, 24 of them skipped"  # and nothing of them again
     assert len(page.file("rankings.jsonl")) == 24
     for ranking in page.file("rankings.jsonl"):
         assert ranking["rank_images"] == ranking["comp_images"]
@@ -331,9 +370,9 @@ def test_the_majority_labels_pairs_and_edits_that_build_dataset_reads(files, vis
     asked += tasks.read_edits_of(files.edits, files.output)
     page = visit(files.output, asked)
     said = {  # of fox 0, fox 1, …: three people; then of edit 0, edit 1, …: consistency, follows
-        "Ada": ["Yes", "No", "Yes", None, "No", ("Yes", "No"), ("No", "Yes"), None, ("No", None)],
+        "Ada": ["No", "No", "Yes", None, "No", ("Yes", "No"), ("No", "Yes"), None, ("No", None)],
         "Bob": ["Yes", "Yes", "No", "Yes", "No", ("No", "No"), ("No", None), ("Yes", "No"), None],
-        "Eve": ["No", "No", None, "Yes", "Yes", ("Yes", "Yes"), None, ("Yes", "Yes"), None],
+        "Eve": ["Yes", "No", None, "Yes", "Yes", ("Yes", "Yes"), None, ("Yes", "Yes"), None],
     }
     for name, answers in said.items():
 
@@ -364,8 +403,18 @@ def test_the_majority_labels_pairs_and_edits_that_build_dataset_reads(files, vis
     for task, row in edits.items():
         labels[task] = (row.get("consistency"), row.get("follows"))
     assert labels == {0: ("Yes", "No"), 1: ("No", "Yes"), 2: ("Yes", None), 3: ("No", None)}
-    between = page.found["between_people"]["pair"]["pairwise"]
-    assert between == {"share": pytest.approx(4 / 11), "n": 11}
+    between = page.found["between_people"]
+    share = {"share": pytest.approx(4 / 11), "n": 11}
+    assert between["pair"] == {"tasks": 5, "pairwise": share, "answered": 5}
+    share = {"share": pytest.approx(4 / 9), "n": 9}  # of labels that both gave
+    assert between["edit"] == {"tasks": 3, "pairwise": share, "answered": 4}
+    assert summary(page.found) == [
+        "Ada: 9 answered, 2 of them skipped",
+        "Bob: 9 answered, 1 of them skipped",
+        "Eve: 9 answered, 3 of them skipped",
+        "pairs: people agree on 0.36 of 11 comparisons",
+        "edits: people agree on 0.44 of 9 comparisons",
+    ]
 
     data = files.output / "data"
     stats = build(
@@ -373,7 +422,7 @@ def test_the_majority_labels_pairs_and_edits_that_build_dataset_reads(files, vis
     )
     assert stats["datasets"]["consistency_reward_train"]["pairs"] == 4
     answers = {row["messages"][1]["content"] for row in rows(data, "consistency_reward_train")}
-    assert answers == {"Yes. Ada said so here.", "No. Ada said so here.", "Yes", "No"}
+    assert answers == {"Yes. Bob said so here.", "No. Ada said so here.", "Yes", "No"}
     stats = build(None, data, editing=files.output / "editing.jsonl", test_share=0.0)
     assert stats["counts"]["pairs_labeled"] == 6
 
@@ -454,6 +503,9 @@ def test_a_benchmark_of_themes_that_no_judge_is_trained_on(
     assert concordance["tasks"] == 24
     # Rank sums 4, 6, 8 of three people and three candidates.
     assert concordance["kendalls_w"] == {"mean": pytest.approx(12 * 8 / (9 * 24)), "n": 24}
+    assert summary(page.found)[-1] == (
+        "sets: people agree on 0.56 of 216 comparisons, Kendall's W 0.44 over 24 sets"
+    )
 
     folder = page.output / "benchmark"
     ranked = read_lines(folder / "consistency_full_rank.jsonl")
@@ -512,8 +564,34 @@ def test_mean_rankings_keep_one_of_equal_candidates():
     for order in permutations("ab"):
         answers.append({"rank_images": [*order, "c"]})
     assert results.mean_ranking(answers) == ["a", "c"]
-    answers.append({"rank_images": ["b", "a", "c"], "equal": [["a", "c"]]})
+    answers.append({"rank_images": ["b", "a", "c"], "equal": [["b", "a", "c"]]})
+    assert results.mean_ranking(answers) == ["a", "c"]
+    answers.append({"rank_images": ["b", "a", "c"]})
     assert results.mean_ranking(answers) == ["b", "a", "c"]
+
+
+def test_of_equal_candidates_one_is_in_the_benchmark(sets, tmp_path, visit):
+    """A set of equal ones is not in it, nor is what was taken back."""
+    tested = [task for task in tasks.read_sets(sets) if task.part == "test"]
+    asked = {task.row["folder"]: task for task in tested}
+    equal, ranked, *_ = asked
+    page = visit(tmp_path, [asked[equal], asked[ranked]], sets)
+
+    def decide(state):
+        row = page.task(state).row
+        names = row["comp_images"][::-1]
+        return order_of(page, state, names, names if row["folder"] == equal else names[:2])
+
+    page.answer_all("Ada", decide)
+    folder = page.output / "benchmark"
+    (row,) = read_lines(folder / "consistency_full_rank.jsonl")
+    assert row["comp_images"] == row["rank_images"][::-1] and len(row["comp_images"]) == 2
+    assert [prompt["idx"] for prompt in read_lines(folder / "prompt_data.jsonl")] == [ranked]
+    page.post("Ada", path="/undo")
+    page.post("Ada", path="/undo")
+    page.answer_all("Ada", lambda state: {"skipped": True})
+    assert page.file("rankings.jsonl") == []
+    assert read_lines(folder / "consistency_full_rank.jsonl") == []
 
 
 def test_problems_are_one_sentence_before_the_page_starts(sets, files, tmp_path, capsys):
@@ -524,7 +602,11 @@ def test_problems_are_one_sentence_before_the_page_starts(sets, files, tmp_path,
     alone = tmp_path / "alone"
     alone.mkdir()
     row = read_lines(sets / "sets.jsonl")[0]
-    write_lines(alone / "sets.jsonl", [row | {"comp_images": row["comp_images"][:1]}])
+    shutil.copytree(sets, tmp_path / "many")
+    names = row["comp_images"] * 4
+    nine, ten, one = (row | {"comp_images": names[:count]} for count in (9, 10, 1))
+    write_lines(alone / "sets.jsonl", [one])
+    write_lines(tmp_path / "many" / "sets.jsonl", [nine, ten])
     (alone / "prompt_data.jsonl").write_bytes((sets / "prompt_data.jsonl").read_bytes())
     wide = tmp_path / "wide.csv"
     wide.write_text("image1,image2\n0a.png,0b.png\n1a.png,1b.png,a fox, red\n")
@@ -533,6 +615,7 @@ def test_problems_are_one_sentence_before_the_page_starts(sets, files, tmp_path,
     for options, named in (
         (["--sets", moved], "images"),
         (["--sets", alone], "row 1"),
+        (["--sets", tmp_path / "many"], "row 2"),
         (["--sets", tmp_path], "sets.jsonl"),
         (["--pairs", gone], "0a.png"),
         (["--pairs", wide], "row 2"),
@@ -547,11 +630,11 @@ def test_problems_are_one_sentence_before_the_page_starts(sets, files, tmp_path,
 
 
 def test_the_command_ends_with_its_files_and_refuses_a_taken_port(sets, files):
-    """SIGINT after one answer; a second command on its port, and one on its folder."""
+    """SIGTERM after one answer; a second command on its port, and one on its folder."""
     words = [sys.executable, "-m", "paco_reward.cli", "rank", "--port", "0", "--sets", str(sets)]
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     files.output.mkdir()
-    first = [*words, "--pairs", str(files.pairs), "--output", str(files.output)]
+    first = [*words, "--pairs", str(files.pairs), "--output", str(files.output), "--seed", "3"]
     with subprocess.Popen(first, **options) as process:
         process.stdout.readline()
         address = process.stdout.readline().split()[1]
@@ -570,11 +653,13 @@ def test_the_command_ends_with_its_files_and_refuses_a_taken_port(sets, files):
                 )
                 assert refused.returncode == 1
                 assert named in refused.stderr and len(refused.stderr.splitlines()) == 1
-        os.kill(process.pid, signal.SIGINT)
+        process.terminate()
         printed, errors = process.communicate(timeout=60)
     assert process.returncode == 0 and not errors
     assert "--rankings" in printed
-    assert len(read_lines(files.output / "rankings.jsonl")) == 1
+    (ranking,) = read_lines(files.output / "rankings.jsonl")
+    (asked, _), *_ = tasks.in_order(tasks.read_sets(sets), 3)
+    assert ranking | asked.row == ranking
     assert (
         json.loads((files.output / "agreement.json").read_text())["people"]["Ada"]["answers"] == 1
     )
@@ -586,6 +671,8 @@ def test_answers_to_an_earlier_file_stay_in_the_results(files, visit, tmp_path):
         page = Visit(stack, files.output, pairs[:2])
         page.answer_all("Ada", lambda state: {"label": "No"})
     later = visit(files.output, pairs[2:])
+    assert not later.state("Ada")["can_undo"]
+    later.post("Ada", path="/undo")  # of what is asked now there is nothing
     later.answer_all("Bob", lambda state: {"label": "Yes"})
     labels = {row["theme"]: row["label"] for row in later.file("pairs.jsonl")}
     yes = dict.fromkeys(("fox 2", "fox 3", "fox 4"), "Yes")
@@ -618,8 +705,9 @@ def test_labels_of_pictures_that_are_gone_or_others_now_do_not_count(
 def test_both_orders_of_a_pair_are_one_question(files):
     lines = read_lines(files.pairs)
     turned = lines[1] | {"image1": lines[1]["image2"], "image2": lines[1]["image1"]}
-    file = write_lines(files.pairs.parent / "more.jsonl", [*lines, turned])
-    assert len(tasks.read_pairs(file, files.output)) == 5
+    other = lines[2] | {"theme": "an owl"}
+    file = write_lines(files.pairs.parent / "more.jsonl", [*lines, turned, other])
+    assert len(tasks.read_pairs(file, files.output)) == 6
     same = write_lines(files.pairs, [lines[0] | {"image2": lines[0]["image1"]}])
     with pytest.raises(UserError, match="row 1"):
         tasks.read_pairs(same, files.output)
@@ -627,23 +715,29 @@ def test_both_orders_of_a_pair_are_one_question(files):
 
 def test_a_folder_that_moves_keeps_its_answers(files, visit, tmp_path):
     before = tasks.read_pairs(files.pairs, files.output)
+    with ExitStack() as stack:
+        Visit(stack, files.output, before).answer_all("Ada", lambda state: {"label": "No"})
     home = tmp_path / "elsewhere" / "deeper"
     home.mkdir(parents=True)
     for file in tmp_path.glob("*.png"):
         file.rename(home.parent / file.name)
     files.pairs.rename(home / "pairs.jsonl")
     after = tasks.read_pairs(home / "pairs.jsonl", files.output)
-    assert [task.key for task in before] == [task.key for task in after]
+    page = visit(files.output, after)
+    assert page.state("Ada")["kind"] == "end"
+    for row in page.file("pairs.jsonl"):
+        assert (files.output / row["image1"]).is_file()
 
 
 def test_current_answers_of_a_file():
     def row(task, answer, again=False, **more):
         return {"task": task, "again": again, "answer": answer} | more
 
-    lines = [row("a", 1), row("b", 2), row("a", 3), row("a", 4, True), row("b", None, undo=True)]
+    lines = [row("a", 1), row("b", 2), row("c", 5), row("a", 3), row("a", 4, True)]
+    lines.append(row("b", None, undo=True))
     answers = people.current_answers(lines)
     found = {slot: line["answer"] for slot, line in answers.items()}
-    assert found == {("a", False): 3, ("a", True): 4}
+    assert list(found.items()) == [(("c", False), 5), (("a", False), 3), (("a", True), 4)]
 
 
 def sides(output, name):
