@@ -19,6 +19,8 @@ from paco_judge.scorer import JudgeScorer
 from paco_reward.cli import main
 from paco_reward.datasets import labeled_pairs
 from paco_reward.export import export, synthetic_pairs
+from paco_reward.pairing.mend import kept_back
+from paco_reward.pairing.select import LabeledPair
 
 ROOT = Path(__file__).resolve().parents[1]
 MENDED = "consistency_reward_mend_train"
@@ -70,6 +72,7 @@ def test_no_label_is_left_out_and_together_they_are_a_tenth(old, labels, caplog)
     assert counts["times_repeated"] == 1 and set(seen.values()) == {1}
     assert Counter(answer for *_, answer in seen) == {"No": 97, "Yes": 3}
     assert "3 Yes and 97 No" in caplog.text and "100 of the 1310" in caplog.text
+    assert "not used" not in caplog.text
     assert not (old / f"{KEPT_BACK}.json").exists()
     changed = {file for file, content in before.items() if file.read_bytes() != content}
     assert {file.name for file in changed} == {"dataset_info.json"}
@@ -79,7 +82,8 @@ def test_no_label_is_left_out_and_together_they_are_a_tenth(old, labels, caplog)
     assert {row[2] for row in pairs.rows} == {theme_question(f"a fox, {n}") for n in range(7)}
 
 
-def test_labels_that_are_kept_back_are_whole_groups_and_never_repeated(old, labels):
+def test_labels_that_are_kept_back_are_whole_groups_and_never_repeated(old, labels, caplog):
+    caplog.set_level("INFO")
     rows = labels.read_text().splitlines(keepends=True)[:40]
     counts = mend(write_lines(labels, rows), old, test_share=0.3)["counts"]
     train, test = answers(old, MENDED), answers(old, KEPT_BACK)
@@ -87,6 +91,13 @@ def test_labels_that_are_kept_back_are_whole_groups_and_never_repeated(old, labe
     assert len(test) == counts["labels_for_testing"] == 12
     assert set(train.values()) == {counts["times_repeated"]} == {5}  # 1,200 / 9 / 28 = 4.8
     assert set(test.values()) == {1} and not {key[0] for key in train} & {key[0] for key in test}
+    assert "each 5 times: 140 of the 1340" in caplog.text
+
+
+def test_the_seed_chooses_the_labels_that_are_kept_back():
+    pairs = [LabeledPair(f"{n}a", f"{n}b", "q", True, "pair", f"{n}") for n in range(20)]
+    chosen = {frozenset(kept_back(pairs, {}, 0.3, seed)) for seed in range(5)}
+    assert len(chosen) == 5 and set(map(len, chosen)) == {6}
 
 
 def sides(output: Path) -> dict[int, str]:
@@ -148,8 +159,8 @@ def test_pairs_beside_with_the_other_label_are_named(old, labels, caplog):
     assert "other label" not in caplog.text
 
 
-def test_labels_of_edits(old, tmp_path):
-    """Both questions about each edit, also of a nearly unchanged picture."""
+def test_labels_of_edits(old, tmp_path, caplog):
+    """Both questions about each edit, also of an unchanged picture; its reverse is another edit."""
     rows = []
     for number in range(6):
         row = {"source": f"{number}.png", "edited": f"{number}_edited.png"}
@@ -167,6 +178,11 @@ def test_labels_of_edits(old, tmp_path):
         template.text(instruction=row["instruction"]) for row in rows for template in templates
     }
     assert {row[2] for row in pairs.rows} == asked
+
+    turned = rows[0] | {"source": rows[0]["edited"], "edited": rows[0]["source"], "follows": True}
+    file = write_lines(tmp_path / "turned.jsonl", [turned | {"consistency": True}])
+    mend(file, old, "own_mend_train", name="turned")
+    assert "other label" not in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -188,14 +188,18 @@ def test_problems_of_a_row(pairs, tmp_path, change, named):
 
 
 def test_training_on_images_that_an_earlier_call_keeps_for_testing(pairs, tmp_path, caplog):
-    """By labels of mistakes, and with no share for testing."""
+    """By labels of mistakes, of which none is left out, and with no share for testing."""
     file = write_lines(tmp_path / "pairs.jsonl", pairs)
     output = tmp_path / "out"
     own(file, output, test_share=0.3)
     tested = load_examples(output, "consistency_reward_test")
     assert "for testing in" not in caplog.text
     warning = f"0 themes and {2 * len(tested)} images of the training pairs are for testing"
-    build(None, output, mend=file, beside=TRAIN, test_share=None, sets_per_prompt=None)
+    trained = load_examples(output, TRAIN)[0]
+    across = {"image1": str(trained.images[0]), "image2": str(tested[0].images[1]), "label": "No"}
+    labels = write_lines(tmp_path / "labels.jsonl", [*pairs, across])
+    stats = build(None, output, mend=labels, beside=TRAIN, test_share=None, sets_per_prompt=None)
+    assert stats["counts"]["labels_for_training"] == COUNT + 1
     assert warning in caplog.text
     caplog.clear()
     own(file, output, name="all", test_share=0.0)

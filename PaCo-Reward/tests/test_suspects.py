@@ -19,10 +19,12 @@ from paco_reward import suspects
 from paco_reward.cli import main
 
 MODEL = "Paco-Reward-7B"
+IMAGES = ("image1", "image2")
+ROSE = {0: 0.0, 9000: 1.0, 12000: 0.3}  # by epoch, how much the scores are higher than at first
 INSTRUCTIONS = ("make it red", "add a hat", "remove the car", "at night")
 
 
-def save_run(folder: Path, prompts: list[tuple], epochs=(0, 4, 12)) -> Path:
+def save_run(folder: Path, prompts: list[tuple], epochs=tuple(ROSE)) -> Path:
     """A run with evaluations; ``prompts``: (prompt, open, columns of panels, pictures, reward)."""
     for epoch in epochs:
         rows = []
@@ -33,9 +35,10 @@ def save_run(folder: Path, prompts: list[tuple], epochs=(0, 4, 12)) -> Path:
                 number = len(rows)
                 name = f"{number:05d}.png"
                 noise(epoch, number, width=32 * columns).save(evaluation / name)
-                score = 0.3 + 0.02 * item + epoch / 40 * (1 + number % 5) / 5
+                score = 0.3 + 0.02 * item + ROSE[epoch] * (1 + number % 5) / 5
                 row = {"file": name, "reference": None, "prompt": prompt, "item_id": item}
-                row |= {"seed": 70 + number, "open": is_open, "rewards": {reward: score}}
+                row |= {"rewards": {reward: score, "other": -score}}
+                row |= {"seed": 70 + number, "open": is_open}
                 if reward == "consistency_for_editing":
                     row["reference"] = f"references/{name}"
                     noise(99, item).save(evaluation / row["reference"])
@@ -57,7 +60,7 @@ def grids(tmp_path) -> Path:
     prompts += [(grid("an open boat", 4), True, 4, 3, reward), ("a mill", False, 1, 1, reward)]
     prompts += [(grid(f"owl {number}", 4), False, 4, 1, reward) for number in range(3)]
     run = save_run(tmp_path / "run", prompts)
-    file = run / "eval" / "epoch_0012" / "eval_data.jsonl"
+    file = run / "eval" / "epoch_12000" / "eval_data.jsonl"
     rows = read_json_lines(file)
     rows[-1]["file"] = None
     write_lines(file, rows)
@@ -92,12 +95,28 @@ def test_a_fifth_is_chosen_for_each_reason(grids, tmp_path, server, capsys):
     assert len(requests) == 3 * 44
     assert Counter(row["chosen_by"] for row in rows) == dict.fromkeys(suspects.REASONS, 4)
     for row in rows:
-        images = [load_image(output.parent / row[name]) for name in ("image1", "image2")]
+        images = [load_image(output.parent / row[name]) for name in IMAGES]
         assert row["p_yes"] == pytest.approx(p_yes(*images, theme_question(row["theme"])))
+    worth = {}
+    for suspect in suspects.read_run(grids)[0]:
+        first, second = (panel.cut() for panel in suspect.panels)
+        question = theme_question(suspect.about)
+        value = p_yes(first, second, question)
+        worth[digest(first), digest(second)] = {
+            suspects.UNSURE: -abs(value - 0.5),
+            suspects.ORDERS: abs(value - p_yes(second, first, question)),
+            suspects.QUESTIONS: abs(value - p_yes(first, second, load_question("pair").text())),
+            suspects.HIGHEST: value,
+        }
+    for place, row in enumerate(rows):
+        shown = tuple(digest(load_image(output.parent / row[name])) for name in IMAGES)
+        if place % 4 == 0 and row["chosen_by"] != suspects.RISE:
+            assert shown == max(worth, key=lambda pair: worth[pair][row["chosen_by"]])
+        del worth[shown]
     for reason in suspects.REASONS:  # spread over prompts
         themes = [row["theme"] for row in rows if row["chosen_by"] == reason]
         assert len(set(themes)) == 4
-    shown = {row[name] for row in rows for name in ("image1", "image2")}
+    shown = {row[name] for row in rows for name in IMAGES}
     folder = output.with_suffix("")
     assert {f"{folder.name}/{file.name}" for file in folder.glob("*.png")} == shown
     # What people answer is what build-dataset reads.
@@ -110,12 +129,15 @@ def test_a_fifth_is_chosen_for_each_reason(grids, tmp_path, server, capsys):
 def test_of_pictures_that_rose_most(grids, tmp_path, server):
     """Since the first evaluation; every fifth picture rises five times as much."""
     # A copy that somebody keeps is no evaluation of the run.
-    shutil.copytree(grids / "eval" / "epoch_0000", grids / "eval" / "epoch_0012_keep")
+    shutil.copytree(grids / "eval" / "epoch_0000", grids / "eval" / "epoch_12000_keep")
     rows, _ = choose(grids, tmp_path / "a.jsonl", server, "--n", 10)
     rose = {row["theme"] for row in rows if row["chosen_by"] == suspects.RISE}
     # Pictures 4 (open boat) and 9 (an owl, as the boat has three and the mill one).
     assert rose <= {"a 1x4 grid of an open boat.", "a 1x4 grid of owl 1."}
-    for epoch in ("0000", "0004"):
+    rows, _ = choose(grids, tmp_path / "other.jsonl", server, "--n", 10, "--reward", "other")
+    rose = {row["theme"] for row in rows if row["chosen_by"] == suspects.RISE}
+    assert rose <= {"a 1x3 grid of fox 0.", "a 1x4 grid of an open boat."}  # pictures 0 and 5
+    for epoch in ("0000", "9000"):
         (grids / "eval" / f"epoch_{epoch}" / "eval_data.jsonl").unlink()
     rows, _ = choose(grids, tmp_path / "b.jsonl", server, "--n", 10)
     assert len(rows) == 10 and suspects.RISE not in {row["chosen_by"] for row in rows}
@@ -126,7 +148,8 @@ def test_answers_are_kept_and_a_file_is_not_overwritten(grids, tmp_path, server,
     (tmp_path / "suspects").mkdir()
     others_picture = tmp_path / "suspects" / "sheet.png"
     others_picture.write_bytes(b"of somebody else")
-    first, _ = choose(grids, output, server, "--n", 7, "--asked", 15)
+    first, asked = choose(grids, output, server, "--n", 7, "--asked", 15)
+    assert len(asked) == 3 * 15
     assert others_picture.exists()
     assert main(["suspects", str(grids), "--output", str(output), "--server", server.url]) == 1
     assert str(output) in capsys.readouterr().err
@@ -139,23 +162,27 @@ def test_near_duplicates_are_not_asked_about(tmp_path, server):
     """Equal panels of one grid, and a pair that another picture repeats."""
     prompt = grid("a fox", 3)
     run = save_run(tmp_path / "run", [(prompt, False, 3, 4, "consistency_score")])
-    folder = run / "eval" / "epoch_0012"
+    folder = run / "eval" / "epoch_12000"
     panels = [noise(1, number) for number in range(2)]
     for name, shown in (("00000", (0, 1, 0)), ("00001", (1, 0, 1))):
         picture = Image.new("RGB", (96, 32))
         for place, number in enumerate(shown):
             picture.paste(panels[number], (32 * place, 0))
         picture.save(folder / f"{name}.png")
-    rows, requests = choose(run, tmp_path / "suspects.jsonl", server, "--question", "theme")
+    rows, requests = choose(run, tmp_path / "suspects.jsonl", server, "--question", "pair")
     assert len(rows) == 1 + 6 and len(requests) == 2 * len(rows)  # two orders of one question
+    assert not any("theme" in row for row in rows)
 
 
 def test_edits_are_shown_beside_their_originals(tmp_path, server, capsys):
     """Both questions about them; an edit that changes nothing is no near-duplicate."""
     prompts = [(text, False, 1, 2, "consistency_for_editing") for text in INSTRUCTIONS]
     run = save_run(tmp_path / "run", prompts)
-    folder = run / "eval" / "epoch_0012"
+    folder = run / "eval" / "epoch_12000"
     (folder / "00003.png").write_bytes((folder / "references" / "00003.png").read_bytes())
+    for kind in ("", "references"):  # another instruction about the same pictures
+        (folder / kind / "00007.png").write_bytes((folder / kind / "00005.png").read_bytes())
+    originals = {digest(noise(99, item)) for item in range(len(prompts))}
     output = tmp_path / "edits.jsonl"
     rows, requests = choose(run, output, server, "--n", 30)
     assert len(rows) == 8 and len(requests) == 16
@@ -163,6 +190,7 @@ def test_edits_are_shown_beside_their_originals(tmp_path, server, capsys):
     assert {row["chosen_by"] for row in rows} == set(suspects.REASONS) - {suspects.ORDERS}
     for row in rows:
         source, edited = (load_image(output.parent / row[name]) for name in ("source", "edited"))
+        assert digest(source) in originals
         answers = []
         for name in ("editing_consistency", "editing_instruction"):
             question = load_question(name).text(instruction=row["instruction"])
@@ -176,15 +204,16 @@ def test_edits_are_shown_beside_their_originals(tmp_path, server, capsys):
 
 
 def test_features_choose_among_the_pairs_with_the_highest_p_yes(tmp_path):
-    """A pair of like colors is left to the last."""
+    """A pair of like colors is left to the last; one with a lower P(Yes) is not compared."""
 
     def mean_color(image: Image.Image) -> torch.Tensor:
         return torch.from_numpy(np.asarray(image).mean((0, 1)))
 
     encoder = Encoder(None, mean_color, lambda colors: colors, "cpu")
     pairs = []
-    colors = (("red", "darkred", 0.97), ("red", "blue", 0.9), ("red", "yellow", 0.95))
-    for number, (first, second, value) in enumerate((*colors, ("lime", "blue", 0.2))):
+    colors = [("red", "darkred", 0.97), ("red", "magenta", 0.9), ("red", "yellow", 0.95)]
+    colors += [("lime", "blue", 0.2), ("red", "lime", 0.1)]
+    for number, (first, second, value) in enumerate(colors):
         images = (f"{number}a.png", f"{number}b.png")
         for name, color in zip(images, (first, second), strict=True):
             Image.new("RGB", (8, 8), color).save(tmp_path / name)
@@ -192,8 +221,8 @@ def test_features_choose_among_the_pairs_with_the_highest_p_yes(tmp_path):
         pair.worth = {suspects.HIGHEST: value, suspects.UNSURE: -1.0}
         pairs.append(pair)
     suspects.compare_features(pairs, encoder, tmp_path, count=2)
-    chosen = suspects.choose(pairs[:3], 4)
-    assert pairs[3].worth[suspects.UNSURE] == -1.0
+    assert pairs.pop().worth == {suspects.UNSURE: -1.0}
+    chosen = suspects.choose(pairs, 3)
     assert [pair.images[0] for pair, reason in chosen if reason == suspects.FAR_APART] == ["1a.png"]
 
 
@@ -213,6 +242,38 @@ def test_a_reason_takes_what_is_worth_most_first_one_of_each_prompt(grids):
     assert by_reason[suspects.RISE] == [4]
     assert len(by_reason[suspects.HIGHEST]) == 7
     assert by_reason[suspects.HIGHEST][:2] == [13, 34]
+
+
+def test_pairs_of_an_open_prompts_pictures(grids):
+    """Of one and the next, and of different panels."""
+    found, _ = suspects.read_run(grids)
+    shown = [suspect.panels for suspect in found]
+    between = [(first, second) for first, second in shown if first.file != second.file]
+    files = [(first.file.stem, second.file.stem) for first, second in between]
+    assert files == [("00004", "00005"), ("00005", "00006")]
+    assert all(first.number != second.number for first, second in between)
+
+
+def test_the_judge_is_asked_equally_much_about_each_prompt(grids):
+    """The seed decides about which pairs."""
+    found, _ = suspects.read_run(grids)
+    asked = [suspects.spread(found, 14, seed) for seed in (1, 2)]
+    assert asked[0] != asked[1]
+    for some in asked:
+        assert set(Counter(suspect.prompt for suspect in some).values()) == {2}
+        assert some == sorted(some, key=found.index)
+
+
+def test_a_pair_without_all_its_answers_is_left_out(grids, tmp_path):
+    def model(number, request):
+        is_silent = load_question("pair").text() in fake_judge.request_content(request)[1]
+        if is_silent and number % 3 == 0:
+            return 400, {"error": {"message": "no"}}, {}
+        return judge_model(number, request)
+
+    with fake_judge.FakeJudge(model) as server:
+        rows, requests = choose(grids, tmp_path / "suspects.jsonl", server)
+        assert 0 < len(rows) < 44 and len(requests) == 3 * 44
 
 
 @pytest.mark.parametrize("missing", ["evaluations", "pictures", "panels"])
