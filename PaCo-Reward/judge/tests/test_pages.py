@@ -1,7 +1,7 @@
 """A page: who may ask it, what it answers, and its server."""
 
 import io
-import socket
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -59,8 +59,19 @@ def test_the_address_has_the_key_once_and_a_cookie_keeps_it(client):
     cookie = opened.headers["set-cookie"]
     assert "HttpOnly" in cookie
     assert "SameSite=Strict" in cookie
+    assert opened.headers["referrer-policy"] == "no-referrer"
     assert client.get("/").status_code == 200
     assert "set-cookie" not in client.get("/").headers
+
+
+def test_two_pages_on_this_machine_keep_their_keys(client, page):
+    """A browser sends cookies to all ports of a host."""
+    other = TestClient(page_app(page, "another-key"), base_url="http://127.0.0.1:31501")
+    client.get("/", params={"key": KEY})
+    other.cookies = client.cookies
+    other.get("/", params={"key": "another-key"})
+    client.cookies = other.cookies
+    assert client.get("/").status_code == other.get("/").status_code == 200
 
 
 def test_answers_undo_and_pictures(client, page):
@@ -117,17 +128,20 @@ def test_a_tunnel_has_another_port_and_programs_send_the_key(client, host):
 
 
 def test_a_server_in_this_process(page):
-    with PageServer(lambda key: page_app(page, key), port=0) as server:
-        address = server.announcement().split()[1]
-        assert address.startswith("http://127.0.0.1:")
-        with httpx.Client(base_url=server.url, trust_env=False) as browser:
+    """Another one follows on its port, also when a browser still has a connection."""
+    make_app = partial(page_app, page)
+    with httpx.Client(trust_env=False) as browser:
+        with PageServer(make_app, port=0) as server:
+            address = server.announcement().split()[1]
+            assert address.startswith("http://127.0.0.1:")
             assert browser.get(address).status_code == 200
-            assert browser.post("/answer", json={"number": 8}).json() == {"sum": 8}
-        with pytest.raises(UserError, match=str(server.port)):
-            PageServer(lambda key: page_app(page, key), port=server.port)
-    server.wait()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", server.port))
+            answered = browser.post(f"{server.url}/answer", json={"number": 8})
+            assert answered.json() == {"sum": 8}
+            with pytest.raises(UserError, match=str(server.port)):
+                PageServer(make_app, port=server.port)
+        server.wait()
+        with PageServer(make_app, port=server.port):
+            assert browser.get(server.url).status_code == 403
 
 
 @pytest.mark.parametrize(
