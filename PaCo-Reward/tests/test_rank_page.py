@@ -356,10 +356,14 @@ def test_what_is_asked_twice_measures_a_person_and_changes_nothing(sets, tmp_pat
     own = page.found["people"]["Ada"]
     assert (own["answers"], own["asked_again"]) == (24, 1)
     assert own["with_themselves"] == {"share": pytest.approx(2 / 3), "n": 3}
+    (row,) = (row for row in page.file("answers/Ada.jsonl") if row["again"])
+    first, second, third = row["row"]["comp_images"]
+    assert row["answer"]["rank_images"] == [first, third, second]
     page.answer_all("Bob", lambda state: {"skipped": True})
     ada, bob = summary(page.found)
     assert ada.endswith("the same answer when asked again: 0.67 of 3 comparisons")
-    assert bob == "Bob: 24 answered, 24 of them skipped"  # and nothing of them again
+    assert bob == "Bob: 24 answered, 24 of them skipped"
+    assert len(page.file("answers/Bob.jsonl")) == 24  # and nothing again
     assert len(page.file("rankings.jsonl")) == 24
     for ranking in page.file("rankings.jsonl"):
         assert ranking["rank_images"] == ranking["comp_images"]
