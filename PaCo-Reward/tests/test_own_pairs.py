@@ -198,8 +198,10 @@ def test_training_on_images_that_an_earlier_call_keeps_for_testing(pairs, tmp_pa
     trained = load_examples(output, TRAIN)[0]
     across = {"image1": str(trained.images[0]), "image2": str(tested[0].images[1]), "label": "No"}
     labels = write_lines(tmp_path / "labels.jsonl", [*pairs, across])
-    stats = build(None, output, mend=labels, beside=TRAIN, test_share=None, sets_per_prompt=None)
-    assert stats["counts"]["labels_for_training"] == COUNT + 1
+    for share in (None, 0.1):  # what was trained on stays
+        options = {"beside": TRAIN, "test_share": share, "sets_per_prompt": None}
+        counts = build(None, output, mend=labels, **options)["counts"]
+        assert counts["labels_for_training"] == COUNT + 1
     assert warning in caplog.text
     caplog.clear()
     own(file, output, name="all", test_share=0.0)

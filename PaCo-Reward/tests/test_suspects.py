@@ -97,22 +97,23 @@ def test_a_fifth_is_chosen_for_each_reason(grids, tmp_path, server, capsys):
     for row in rows:
         images = [load_image(output.parent / row[name]) for name in IMAGES]
         assert row["p_yes"] == pytest.approx(p_yes(*images, theme_question(row["theme"])))
-    worth = {}
+    worth: dict[str, dict] = {}  # by theme and pair
     for suspect in suspects.read_run(grids)[0]:
         first, second = (panel.cut() for panel in suspect.panels)
         question = theme_question(suspect.about)
         value = p_yes(first, second, question)
-        worth[digest(first), digest(second)] = {
+        worth.setdefault(suspect.about, {})[digest(first), digest(second)] = {
             suspects.UNSURE: -abs(value - 0.5),
             suspects.ORDERS: abs(value - p_yes(second, first, question)),
             suspects.QUESTIONS: abs(value - p_yes(first, second, load_question("pair").text())),
             suspects.HIGHEST: value,
         }
-    for place, row in enumerate(rows):
+    for row in rows:
+        of_theme = worth[row["theme"]]
         shown = tuple(digest(load_image(output.parent / row[name])) for name in IMAGES)
-        if place % 4 == 0 and row["chosen_by"] != suspects.RISE:
-            assert shown == max(worth, key=lambda pair: worth[pair][row["chosen_by"]])
-        del worth[shown]
+        if row["chosen_by"] != suspects.RISE:
+            assert shown == max(of_theme, key=lambda pair: of_theme[pair][row["chosen_by"]])
+        del of_theme[shown]
     for reason in suspects.REASONS:  # spread over prompts
         themes = [row["theme"] for row in rows if row["chosen_by"] == reason]
         assert len(set(themes)) == 4
