@@ -56,7 +56,9 @@ def test_trained_rewards_against_evaluation_only_ones():
     hacked = evaluation(0.04, judge=0.8, oracle=-0.3)
     good = evaluation(0.04, judge=0.8, oracle=0.2)
     half_way = evaluation(0.05, judge=0.6, oracle=-0.15)  # nor does the last step say enough
+    slight = evaluation(0.04, judge=0.5, oracle=-0.3)  # two standard errors of a rise
     assert judge_evaluation([half_way, hacked], ["judge"]) == []
+    assert judge_evaluation([first, slight], ["judge"]) == []
     for rows in ([first, hacked], [first, half_way, hacked]):
         (finding,) = judge_evaluation(rows, ["judge"])
         assert finding.sign == "eval/oracle_mean"
@@ -104,10 +106,20 @@ def test_real_runs():
     assert signs_of(run_of("collapsed")) == {"health/diversity_vs_first": list(range(6, 13))}
 
 
-@pytest.mark.parametrize("key", ["health/distinctness", "reward/between"])
-def test_one_odd_epoch_is_no_sign(key):
+def test_findings_are_in_the_order_of_their_epochs():
+    rows = run_of("collapsed")
+    (evaluated,) = [row for row in rows if (row["phase"], row["epoch"]) == ("eval", 7)]
+    evaluated["eval/oracle_alignment_mean"] = 0.4
+    findings = findings_of_run(rows, {"eval/": ["consistency_score"]})
+    assert [epoch for epoch, _ in findings] == [6, 7, 7, *range(8, 13)]
+
+
+@pytest.mark.parametrize(
+    ("key", "odd"),
+    [("health/distinctness", 0.004), ("reward/between", 0.75), ("health/latent_std", 2.6)],
+)
+def test_one_odd_epoch_is_no_sign(key, odd):
     """Of a good run; its prompts may all be alike. Three such epochs are one."""
-    odd = {"health/distinctness": 0.004, "reward/between": 0.75}[key]
     rows = run_of("good")
     epochs = [row for row in rows if row["phase"] == "train"]
     epochs[8][key] = odd
