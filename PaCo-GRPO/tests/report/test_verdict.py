@@ -1,6 +1,7 @@
 """What a report says first, and beside its curves: of good, damaged, unfinished and several runs."""
 
 import re
+import statistics
 from pathlib import Path
 
 import pytest
@@ -82,12 +83,13 @@ def test_a_good_run(tmp_path):
 
 
 def test_a_run_without_guards_is_not_praised_for_what_was_not_measured(tmp_path):
-    rows = metrics_of("good")
-    for row in evaluations(rows):
-        for name in [name for name in row if name.startswith("eval/oracle")]:
-            del row[name]
-    headline = verdict_of(write_run(tmp_path / "run", rows)).headline
-    assert in_order(headline, "0.873", "no other reward was measured") and "fell" not in headline
+    """Its headline names three of its four rewards."""
+    oracle = [f"oracle_{name}" for name in ("alignment", "consistency", "distinct")]
+    weights = dict.fromkeys(["consistency_score", *oracle], 1.0)
+    folder = write_run(tmp_path / "run", metrics_of("good"), train__reward_fn=weights)
+    headline = verdict_of(folder).headline
+    words = ("0.873", "0.977", "0.875", "and 1 more", "no other reward was measured")
+    assert in_order(headline, *words) and "fell" not in headline
 
 
 def test_a_collapsed_run(tmp_path):
@@ -112,10 +114,15 @@ def test_a_reward_that_rises_while_its_guard_falls(tmp_path):
     assert verdict.tone == "bad"
     words = (JUDGE, "rose", "but oracle alignment fell", "0.833", "0.400", "epochs 6–12")
     assert in_order(verdict.headline, *words)
-    assert len(points_of(verdict, "Warned")) == 2
+    assert verdict.headline.count("alignment") == 1 and len(points_of(verdict, "Warned")) == 2
     curve = alternatives_of(folder)["oracle alignment"]
     limit = 0.8333 - 3 * (0.02534**2 + 0.03748**2) ** 0.5
     assert in_order(curve, "0.833 → 0.4", f"limit {limit:.3g}")
+    rows = metrics_of("good")
+    evaluations(rows)[-1]["eval/oracle_alignment_mean"] = 0.76  # too little for a warning
+    verdict = verdict_of(write_run(tmp_path / "run", rows))
+    assert verdict.tone == "bad" and points_of(verdict, "Warned") == []
+    assert "nothing fell" not in verdict.headline
 
 
 def test_a_reward_that_falls(tmp_path):
@@ -127,7 +134,8 @@ def test_a_reward_that_falls(tmp_path):
     last["eval/best_epoch"] = 0
     verdict = verdict_of(write_run(tmp_path / "run", rows))
     assert verdict.tone == "bad"
-    assert in_order(verdict.headline, JUDGE, "fell", "0.873", "0.513", "before training")
+    words = (JUDGE, "fell", "0.873", "0.513", "against its training", "before training")
+    assert in_order(verdict.headline, *words)
     assert "rose" not in verdict.headline
 
 
@@ -207,25 +215,36 @@ def test_options_that_an_older_run_did_not_have(tmp_path):
     assert verdict_of(folder).tone == "good"
 
 
-@pytest.mark.parametrize("is_running", [True, False])
-def test_a_run_that_has_not_finished(tmp_path, is_running):
-    """After its first evaluation, the samples of training say how it goes."""
-    rows = metrics_of("good")[:9]
+@pytest.mark.parametrize(("is_running", "num_epochs", "size"), [(True, 8, 3), (False, 5, 2)])
+def test_a_run_that_has_not_finished(tmp_path, is_running, num_epochs, size):
+    """After its first evaluation, the samples of training say how it goes.
+
+    Their prompts differ from epoch to epoch, which the errors contain.
+    """
+    rows = metrics_of("good")[: num_epochs + 1]
     folder = write_run(tmp_path / "run", rows, num_epochs=40)
     with locked(folder):
         running = verdict_of(folder)
     verdict = running if is_running else verdict_of(folder)
-    assert in_order(verdict.headline, "unning" if is_running else "topped", "8", "40", JUDGE)
+    words = ("unning" if is_running else "topped", str(num_epochs), "40", JUDGE)
+    assert in_order(verdict.headline, *words)
     epochs = [row["reward/consistency_score_mean"] for row in rows[1:]]
-    first, last = sum(epochs[:3]) / 3, sum(epochs[-3:]) / 3
-    assert in_order(verdict.headline, f"{first:.3f}", f"{last:.3f}")
+    means = []
+    for part in (epochs[:size], epochs[-size:]):
+        means.append(f"{statistics.mean(part):.3f} ± {statistics.stdev(part) / size**0.5:.3f}")
+    assert in_order(verdict.headline, *[mean[:5] for mean in means])
+    (line,) = [line for line in points_of(verdict, "Rose") if JUDGE in line]
+    assert in_order(line, *means)
     assert "before training" in verdict.headline  # the best so far
 
 
 def test_without_an_evaluation(tmp_path):
     rows = [row for row in metrics_of("collapsed") if row["phase"] == "train"]
-    verdict = verdict_of(write_run(tmp_path / "run", rows))
-    assert in_order(verdict.headline, JUDGE, "rose", "6–12") and "est eval" not in verdict.headline
+    for epoch in (3, 4, 10):
+        rows[epoch - 1]["health/velocity_change"] = 0.8
+    headline = verdict_of(write_run(tmp_path / "run", rows)).headline
+    words = (JUDGE, "rose", "epochs 3–4, 10: the generator", "epochs 6–12: the images")
+    assert in_order(headline, *words) and "est eval" not in headline
     write_run(tmp_path / "run", rows[:1], num_epochs=3)
     assert verdict_of(tmp_path / "run").tone == "unclear"
 
@@ -237,9 +256,11 @@ def test_runs_side_by_side(tmp_path, capsys):
         for name in ("mean", "stderr"):
             row[f"eval/ocr_{name}"] = row.pop(f"eval/oracle_alignment_{name}")
     evaluations(rows)[0]["eval/num_images"] = 48
+    rows[1]["train/clip_share"] = 0.25
+    b = {"train__loss_type": "awm", "run_name": "b", "test__num_steps": 7}
     folders = [
         write_run(tmp_path / "a", metrics_of("collapsed"), train__loss_type="nft", run_name="a"),
-        write_run(tmp_path / "b", rows, train__loss_type="awm", run_name="b"),
+        write_run(tmp_path / "b", rows, **b),
     ]
     assert main([*map(str, folders), "--title", "Both"]) == 0
     out = tmp_path / "a" / "compared.html"
@@ -248,10 +269,15 @@ def test_runs_side_by_side(tmp_path, capsys):
     for folder in folders:
         headline = verdict_of(folder).headline
         assert page.count(headline) == 1
-    assert "<td>48, 96</td>" in page
+    _, _, table = page.partition(f"<h3>{JUDGE}</h3>")
+    table, _, _ = table.partition("</table>")
+    of_a = ("1. a", "0.478", "0.719", "0.962", "epoch 12")  # the first, the best and the last
+    assert in_order(table, *of_a, "2. b", "0.513", "0.873", "epoch 16", "48, 96")
     alternatives = Alternatives(page).texts
     (shared,) = [text for text in alternatives if text.startswith(JUDGE)]
     assert in_order(shared, "1. a 0.478 → 0.962", "best after epoch 4", "2. b 0.513 → 0.873")
     assert sum("ocr" in text for text in alternatives) == 1
-    _, _, differences = page.partition("train.loss_type")
-    assert in_order(differences, "nft", "awm") and "run_name" not in page
+    assert not any("clipped" in text for text in alternatives)  # only a report of one run has it
+    _, _, differences = page.partition("Options that differ")
+    words = ("test.num_steps", "what is evaluated", "train.loss_type", "nft", "awm")
+    assert in_order(differences, *words) and "run_name" not in page
