@@ -54,7 +54,10 @@ def test_a_whole_page(trained_run, tmp_path):
         "2026-11-29 20:13:27,994 WARNING paco_grpo.a: <too> long\n"
     )
     run = read_run(folder)
-    deviations = [row["reward/brightness_std"] for row in rows_of(trained_run.options, "train")]
+    epochs = rows_of(trained_run.options, "train")
+    sampling = [row["time/sample_s"] for row in epochs]
+    assert run.seconds["sampling"] == sum(sampling) > max(sampling)
+    deviations = [row["reward/brightness_std"] for row in epochs]
     _, _, errors, counts = run.train["brightness"].T
     np.testing.assert_allclose(errors, np.array(deviations) / 8**0.5)  # of the images of an epoch
     assert set(counts) == {8} and set(run.test["brightness"][:, 3]) == {5}

@@ -104,6 +104,9 @@ def test_a_collapsed_run(tmp_path):
     curves = alternatives_of(folder)
     assert in_order(curves[JUDGE], "0.478 → 0.962", "best after epoch 4: 0.719")
     assert in_order(curves["diversity"], "0.121", "limit 0.5")
+    _, _, table = (folder / "page.html").read_text().partition('<table class="measures">')
+    evaluated = ("before training", "after epoch 4 (best)", "after epoch 12")
+    assert in_order(table, *evaluated, JUDGE, "trained", "0.478", "0.719", "0.962", "guard")
 
 
 def test_a_reward_that_rises_while_its_guard_falls(tmp_path):
@@ -184,6 +187,7 @@ def test_several_prompt_sets(tmp_path):
     (unclear,) = points_of(verdict, "No clear change")
     assert in_order(unclear, "brightness · dogs", "+0.200", "n = 1") and "±" not in unclear
     assert "14%" in points_of(verdict, "Missing in the last evaluation")[0]
+    assert "trained reward" in points_of(verdict, "Best evaluation")[0]  # that none measures it
     assert in_order(alternatives_of(folder)["ocr · cats"], "0.25 → 0.75")
 
 
@@ -222,7 +226,8 @@ def test_a_run_that_has_not_finished(tmp_path, is_running, num_epochs, size):
     Their prompts differ from epoch to epoch, which the errors contain.
     """
     rows = metrics_of("good")[: num_epochs + 1]
-    folder = write_run(tmp_path / "run", rows, num_epochs=40)
+    rows[-1]["train_time"] = 239.0
+    folder = write_run(tmp_path / "run", rows, num_epochs=40, max_train_minutes=4)
     with locked(folder):
         running = verdict_of(folder)
     verdict = running if is_running else verdict_of(folder)
@@ -236,6 +241,9 @@ def test_a_run_that_has_not_finished(tmp_path, is_running, num_epochs, size):
     (line,) = [line for line in points_of(verdict, "Rose") if JUDGE in line]
     assert in_order(line, *means)
     assert "before training" in verdict.headline  # the best so far
+    rows[-1]["train_time"] = 241.0
+    folder = write_run(tmp_path / "run", rows, num_epochs=40, max_train_minutes=4)
+    assert verdict_of(folder).headline.lower().startswith(JUDGE)
 
 
 def test_without_an_evaluation(tmp_path):
@@ -245,8 +253,9 @@ def test_without_an_evaluation(tmp_path):
     headline = verdict_of(write_run(tmp_path / "run", rows)).headline
     words = (JUDGE, "rose", "epochs 3–4, 10: the generator", "epochs 6–12: the images")
     assert in_order(headline, *words) and "est eval" not in headline
-    write_run(tmp_path / "run", rows[:1], num_epochs=3)
-    assert verdict_of(tmp_path / "run").tone == "unclear"
+    folder = write_run(tmp_path / "run", rows[:1], num_epochs=3)
+    assert verdict_of(folder).tone == "unclear"
+    assert not (folder / ".lock").exists()  # a report only reads
 
 
 def test_runs_side_by_side(tmp_path, capsys):
