@@ -3,6 +3,7 @@
 import io
 import math
 import shutil
+import time
 
 import numpy as np
 import pytest
@@ -66,6 +67,8 @@ def test_likes_skips_and_undo(tmp_path):
     page.answer({"picture": by_seed[13], "answer": "dislike"})
     page.answer({"picture": by_seed[13], "answer": "like"})
     assert page.undo({})["answered"] == 3
+    show(reward, 3, EDIT, [12, 13, 14])  # sent again, as when the page's answer was lost
+    by_seed = names(reward)
     with pytest.raises(UserError, match="best"):
         page.answer({"picture": by_seed[14], "answer": "best"})
     assert reward.is_waiting()
@@ -131,7 +134,7 @@ def test_a_resumed_run_asks_about_pictures_that_are_others_now(tmp_path):
     show(reward, 5, FOX, [10, 11])
     show(reward, 5, EDIT, [20])
     by_seed = names(reward)
-    for seed, answer in ((10, "like"), (11, "skip"), (20, "dislike")):
+    for seed, answer in ((10, "like"), (11, "skip"), (20, "like"), (20, "dislike")):
         reward.page.answer({"picture": by_seed[seed], "answer": answer})
     reward.close()
     resumed = begun(tmp_path, resumes=True)
@@ -148,6 +151,7 @@ def test_what_a_later_run_finds(tmp_path):
     reward = begun(tmp_path)
     for epoch in (1, 2, 3):
         show(reward, epoch, FOX, [10 * epoch, 10 * epoch + 1])
+        assert not reward.page.state({})["can_undo"]
         reward.page.answer({"picture": names(reward)[10 * epoch], "answer": "like"})
     reward.close()
     file = tmp_path / "votes.jsonl"
@@ -168,6 +172,47 @@ def test_what_a_later_run_finds(tmp_path):
     assert [row["seed"] for row in read_json_lines(aside)] == [30, 10, 20, 21]
 
 
+def test_images_of_items_with_one_each_are_one_group(tmp_path):
+    reward = begun(tmp_path)
+    found = []
+    for epoch, seeds in ((1, [10]), (2, [20, 21])):
+        show(reward, epoch, FOX, seeds)
+        show(reward, epoch, EDIT, [30])
+        for width, name in names(reward).items():
+            reward.page.answer({"picture": name, "answer": "dislike" if width == 30 else "like"})
+        assert not reward.is_waiting()
+        last = reward.page.state({})["last"]
+        found.append((last["groups"], last["left_out"]))
+    assert found == [(1, 0), (2, 2)]
+    reward.close()
+
+
+def test_when_the_next_pictures_come(tmp_path):
+    """By what has been drawn, and else by how long the last epoch took."""
+    reward = begun(tmp_path)
+
+    def seconds_left():
+        return reward.page.state({})["seconds_left"]
+
+    started = [time.monotonic()]
+    reward.follow("sampling", 0, 24)
+    started.append(time.monotonic())
+    time.sleep(0.1)
+    reward.follow("sampling", 6, 24)
+    least = 3 * (time.monotonic() - started[1])
+    assert least <= seconds_left() <= 3 * (time.monotonic() - started[0])
+    found = []
+    for epoch in (1, 2):
+        show(reward, epoch, FOX, [10])
+        reward.page.answer({"picture": names(reward)[10], "answer": "like"})
+        assert not reward.is_waiting()
+        for _ in range(2):
+            found.append(seconds_left())
+            time.sleep(0.15)
+    assert found[:2] == [None, None] and found[2] > found[3] > 0
+    reward.close()
+
+
 def test_the_page_in_a_browser(tmp_path):
     """Keys alone suffice, also on 400 px; a second person, a reload, and the end of the run."""
     driver = pytest.importorskip("playwright.sync_api")
@@ -180,6 +225,8 @@ def test_the_page_in_a_browser(tmp_path):
 
     def expect(tab, count):
         driver.expect(tab.locator("#count")).to_have_text(f"{count} of 5")
+        driver.expect(tab.locator("#progress")).to_have_js_property("value", count)
+        driver.expect(tab).to_have_title(f"({5 - count}) Votes")
 
     with driver.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
@@ -194,7 +241,7 @@ def test_the_page_in_a_browser(tmp_path):
         for key in ("ArrowRight", "ArrowLeft", "d"):  # faster than the server answers
             first.keyboard.press(key)
         expect(first, 3)
-        first.keyboard.press("u")
+        first.keyboard.press("Backspace")
         expect(first, 2)
         first.reload()
         expect(second, 2)
@@ -202,10 +249,13 @@ def test_the_page_in_a_browser(tmp_path):
         driver.expect(second.locator("figcaption")).to_have_text("liked")
         second.keyboard.press("s")
         driver.expect(second.locator("figcaption")).to_have_text("like it or not?")
-        second.keyboard.press("s")
+        second.keyboard.press("ArrowDown")
         expect(first, 3)  # by itself
+        for number, text in ((1, "disliked"), (2, "skipped")):
+            first.locator("#overview button").nth(number).click()
+            driver.expect(first.locator("figcaption")).to_have_text(text)
         assert first.locator("#prompt").text_content() == FOX.prompt
-        first.keyboard.press("d")
+        first.locator("#buttons button").first.click()
         driver.expect(first.locator("#prompt")).to_have_text(EDIT.prompt)
         assert first.locator("#pictures figure.reference").count() == 1
         assert first.evaluate("document.documentElement.scrollWidth") <= 400
@@ -218,6 +268,7 @@ def test_the_page_in_a_browser(tmp_path):
         driver.expect(second.locator("#vote")).to_be_hidden()
         reward.follow("sampling", 3, 24)
         driver.expect(first.locator("#status")).to_contain_text("3 of 24")
+        driver.expect(first.locator("#progress")).to_have_js_property("max", 24)
         reward.close()
         driver.expect(first).to_have_title("Votes (ended)")
         browser.close()
@@ -242,24 +293,31 @@ def test_undo_of_the_best_alone_leaves_the_group_before(tmp_path):
     reward = begun(tmp_path, "best")
     show(reward, 2, FOX, [30, 31, 32])
     show(reward, 2, EDIT, [33, 34])
+    show(reward, 2, Item(9, "alone"), [35])
     with driver.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         tab = browser.new_page()
         tab.goto(address(reward))
         help_text = driver.expect(tab.locator("#help"))
+        undo = tab.get_by_role("button", name="Undo")
         help_text.to_contain_text("best")
+        driver.expect(undo).to_be_disabled()
         for key in "31":
             tab.keyboard.press(key)
-        driver.expect(tab.locator("#count")).to_have_text("3 of 5")
-        tab.keyboard.press("2")
-        help_text.to_contain_text("worst")
-        tab.keyboard.press("u")
-        help_text.to_contain_text("best")
-        driver.expect(tab.locator("#count")).to_have_text("3 of 5")
-        for key in "12":
-            tab.keyboard.press(key)
+        driver.expect(tab.locator("#count")).to_have_text("4 of 6")
+        for take_back in (lambda: tab.keyboard.press("2"), undo.click):
+            tab.keyboard.press("2")
+            help_text.to_contain_text("worst")
+            driver.expect(tab.locator("figure.best")).to_have_text("2 · best")
+            take_back()
+            help_text.to_contain_text("best")
+            assert tab.locator("#notice").text_content() == ""
+        driver.expect(tab.locator("#count")).to_have_text("4 of 6")
+        tab.keyboard.press("1")
+        tab.locator("#pictures img").last.click()
         driver.expect(tab.locator("#vote")).to_be_hidden()
         assert not reward.is_waiting()
+        driver.expect(tab.locator("#status")).to_contain_text("2 of 3 groups teach")
         browser.close()
     assert reward([None] * 3, [FOX] * 3, [30, 31, 32], 2).tolist() == [0, 0.5, 1]
     assert reward([None] * 2, [EDIT] * 2, [33, 34], 2).tolist() == [1, 0]
