@@ -178,6 +178,7 @@ def test_images_of_items_with_one_each_are_one_group(tmp_path):
     for epoch, seeds in ((1, [10]), (2, [20, 21])):
         show(reward, epoch, FOX, seeds)
         show(reward, epoch, EDIT, [30])
+        assert reward.page.state({})["answered"] == 0  # also of a picture that another epoch had
         for width, name in names(reward).items():
             reward.page.answer({"picture": name, "answer": "dislike" if width == 30 else "like"})
         assert not reward.is_waiting()
