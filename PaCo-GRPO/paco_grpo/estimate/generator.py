@@ -433,16 +433,16 @@ def weight_bytes(
 
 
 def reward_bytes(options: RunOptions) -> dict[str, int]:
-    """Bytes of local reward models on the device; rewards that use the same one share it."""
-    sizes = {}
+    """Bytes of local reward models on the device; rewards share one of the same precision."""
+    sizes: dict[str, dict[int, int]] = {}  # model → bytes by those of a weight
     for prompt_set in prompt_sets(options):
-        for name, kwargs in {**prompt_set.test.kwargs, **prompt_set.train.kwargs}.items():
+        for name, kwargs in [*prompt_set.test.kwargs.items(), *prompt_set.train.kwargs.items()]:
             is_elsewhere = str(kwargs.get("device", "cuda")).startswith("cpu") or "server" in kwargs
             if name in REWARD_PARAMETERS and not is_elsewhere:
                 model, parameters = REWARD_PARAMETERS[name]
-                is_half = kwargs.get("dtype") in ("float16", "bfloat16")
-                sizes[model] = (2 if is_half else 4) * parameters
-    return sizes
+                width = 2 if kwargs.get("dtype") in ("float16", "bfloat16") else 4
+                sizes.setdefault(model, {})[width] = width * parameters
+    return {model: sum(of_model.values()) for model, of_model in sizes.items()}
 
 
 def bytes_of(value: Any) -> int:
