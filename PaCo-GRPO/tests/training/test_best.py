@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import tiny_run
 from tiny_run import rows_of, tiny_options, train
 
 from paco_grpo.data.sets import prompt_sets
@@ -104,7 +105,9 @@ POSITIVE = {"a": 2.0, "b": 3.0}
 
 
 def test_aggregations_are_those_of_training():
-    """``log_tame`` tames what it would in the first evaluation: b, which varies less now."""
+    """``log_tame`` tames what it would in the first evaluation: b, which varies less now. What an
+    aggregation remembers of training, evaluations leave alone.
+    """
     a, b = columns(NOW)
     first_a, first_b = columns(FIRST, rows=range(4))
     cv = first_b.std() / first_b.mean()
@@ -122,6 +125,7 @@ def test_aggregations_are_those_of_training():
         options = options_with(POSITIVE, train__aggregate_fn=aggregate_fn)
         measured = measure(options, rows_with(FIRST), rows_with(NOW))
         assert measured == pytest.approx(value), aggregate_fn
+    assert tiny_run.worst.calls == 0
     ranked = options_with(POSITIVE, train__rank_grpo=True)
     measured = measure(ranked, rows_with(FIRST), rows_with(NOW))
     assert measured == pytest.approx(in_spreads)
@@ -229,14 +233,18 @@ def test_a_superseded_best_is_set_aside(trained_run, tiny_flux_dir, tmp_path):
     folder = shutil.copytree(trained_run.folder, tmp_path / "runs" / "run", symlinks=True)
     rows = [evaluation(epoch, value) for epoch, value in enumerate((0.3, 0.4, 0.5))]
     write_json_lines(folder / "metrics.jsonl", rows)
+    whole = folder / "checkpoints" / "epoch_0001" / "transformer"  # as of one that is trained whole
+    whole.mkdir()
     for epoch, value in enumerate((7.0, 4.0, 5.0)):
         scored = rows_with({"brightness": [value] * 4})
         write_json_lines(folder / "eval" / ckpt.checkpoint_name(epoch) / "eval_data.jsonl", scored)
+    (folder / "eval" / "epoch_0001" / "sheet.png").write_bytes(b"sheet")
     ckpt.link(folder / "best", folder / "checkpoints" / "epoch_0002")
     weight = {"train__reward_fn": json.dumps({"tiny_run:brightness": -2.0})}
     checkpoint = tmp_path / "link"
     checkpoint.symlink_to(folder / "checkpoints" / "epoch_0001")
-    run = build_run(tiny_options(tiny_flux_dir, tmp_path, resume_from=checkpoint, **weight))
+    changes = weight | {"resume_from": checkpoint, "num_checkpoint_limit": 1}
+    run = build_run(tiny_options(tiny_flux_dir, tmp_path, **changes))
     load_state(run)
     best = BestEvaluation(run)
     best.find_again()
@@ -244,7 +252,22 @@ def test_a_superseded_best_is_set_aside(trained_run, tiny_flux_dir, tmp_path):
     assert run.metrics.rows()[-1][BEST_EPOCH] == run.checkpoints.best == 1
     assert os.readlink(folder / "best") == "checkpoints/epoch_0001"
     assert (folder / "checkpoints" / "replaced_epoch_0002").is_dir()
+    assert (folder / "best" / "transformer" / "sheet.png").read_bytes() == b"sheet"
+    run.metrics.replace(rows[1:2])
+    best.find_again()
+    card = (folder / "best" / "diffusers" / "README.md").read_text()
+    assert "After 1 epochs" in card and "Before training" not in card
     run.metrics.replace(rows[:1])
     best.find_again()
     assert not (folder / "best").is_symlink()  # the weights before training have no checkpoint
+    scored = rows_with({"guard": [0.5] * 4})
+    write_json_lines(folder / "eval" / "epoch_0000" / "eval_data.jsonl", scored)
+    run.metrics.replace([rows[0] | {BEST_EPOCH: 0}])
+    best.find_again()
+    assert BEST_EPOCH not in run.metrics.rows()[0]  # nothing measures the trained reward any more
+    for epoch in (3, 4):
+        (folder / "checkpoints" / ckpt.checkpoint_name(epoch) / "state").mkdir(parents=True)
+    for best_epoch, expected in ((3, ["epoch_0003", "epoch_0004"]), (4, ["epoch_0004"])):
+        run.checkpoints.mark_best(best_epoch)
+        assert kept(folder) == expected
     run.close()
