@@ -39,6 +39,9 @@ def test_the_layers_of_a_file_count_and_those_of_a_teacher_do_not(tiny_folder, t
     policy = load("flux2_klein", folder)
     add_lora(policy, lora_path=tmp_path)
     assert "single_stream_modulation.linear" in skipped_layers(policy)
+    whole = type(policy.transformer)
+    policy.transformer.__class__ = type(f"FSDP{whole.__name__}", (whole,), {})  # when it is sharded
+    assert "single_stream_modulation.linear" in skipped_layers(policy)
     policy = load("flux2_klein", folder)
     add_lora(policy, rank=3, alpha=6)
     add_frozen_lora(policy, "teacher", tmp_path, "option")
