@@ -1,6 +1,7 @@
 """What a reward is told of its run: its beginning and end, seeds and epochs; in several processes."""
 
 import json
+import re
 
 import pytest
 import reward_factories
@@ -33,7 +34,7 @@ def changes(folder, **arguments):
 def words(folder, rank=0):
     """What the reward was told: first, of images, and last."""
     first, *others, last = (folder / f"told_{rank}").read_text().splitlines()
-    return first, sorted(others), last
+    return first, sorted(line for line in others if not line.startswith("now ")), last
 
 
 def in_words(file, epoch):
@@ -55,6 +56,9 @@ def test_each_process_is_told_its_run_and_of_each_image_its_seed_and_epoch(tiny_
         first, others, last = words(tmp_path, rank)
         assert (first, last) == (f"{folder} {rank} 2 from 0", "closed")
         scored += others
+        followed = re.findall("now (.*)", (tmp_path / f"told_{rank}").read_text())
+        sampling = [f"sampling {done} 16" for done in (0, 8, 16)]  # images of both processes
+        assert followed == ["evaluation 0 0", *sampling, "training 0 0", "evaluation 0 0"]
     assert sorted(scored) == sorted(expected)
 
     (tmp_path / "told_0").unlink()
