@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 from paco_grpo import architectures
 from paco_grpo.architectures import pipeline_of
+from paco_grpo.distributed import blocks_of
 from paco_grpo.estimate import fake_device, generator, judge
 from paco_grpo.estimate.fake_device import FakeDevice, fake_cpu, measured
 from paco_grpo.estimate.judge import JudgePart
@@ -161,6 +162,21 @@ def test_options_change_the_memory_that_they_should(tiny_flux_dir, tiny_flux):
     assert "text encoders" in tiny_flux.resident and "text encoders" not in changed.resident
     assert changed.resident["OpenCLIP ViT-H-14"] == (4 + 2) * 986_109_441
     assert changed.resident["optimizer"] == tiny_flux.resident["optimizer"] // 4
+
+
+def test_weights_are_sharded_inside_a_machine_of_eight(tiny_flux_dir):
+    """Not the adapter. A block comes in a message; if it is trained, its gradients go in another."""
+    options = tiny(tiny_flux_dir, train__sharding="fsdp2")
+    policy = generator.build_policy(options, FakeDevice(), "cpu")
+    whole, _, _ = generator.weight_bytes(options, policy, 1, 80 * GIB)
+    for processes, shards in ((4, 4), (16, 8)):
+        part, _, _ = generator.weight_bytes(options, policy, processes, 80 * GIB)
+        assert part == whole | {"transformer": whole["transformer"] // shards}
+    block = max(map(generator.base_bytes, blocks_of(policy.transformer)))
+    frozen = generator.bytes_to_compute(options, policy, 4)
+    trained = generator.bytes_to_compute(dataclasses.replace(options, use_lora=False), policy, 4)
+    assert trained == frozen + block and 2 * block < frozen < whole["transformer"] + 2 * block
+    assert generator.bytes_to_compute(options, policy, 1) == 0
 
 
 def test_an_objective_that_keeps_and_compares(tiny_flux_dir, tiny_flux):
