@@ -1,17 +1,19 @@
-"""Scoring in the background: order, batch sizes, failures."""
+"""Scoring in the background: order, batch sizes, failures, people."""
 
 import threading
 import time
 
 import numpy as np
 import pytest
+from accelerate import Accelerator
 from PIL import Image
 from reward_factories import checked
 
 from paco_grpo.distributed import Stopped
 from paco_grpo.item import Item
 from paco_grpo.monitoring import progress
-from paco_grpo.rewards.queue import ScoreQueue
+from paco_grpo.rewards import queue as queues
+from paco_grpo.rewards.queue import ScoreQueue, ScoringError
 
 ITEM = Item(0, "a prompt")
 
@@ -96,3 +98,36 @@ def test_a_long_wait_says_how_far_it_is(monkeypatch, caplog):
         queue.results(3, should_stop=lambda: next(polls))
     answer.set()
     assert caplog.messages[-1].startswith("scoring: 3 of 6 scores")
+
+
+def test_people_are_waited_for_once_all_is_shown_and_not_when_that_fails(monkeypatch):
+    monkeypatch.setattr(queues, "_POLL_SECONDS", 0.02)
+    shown = []
+    asked = []  # how many items had been shown
+
+    def score(images, items):
+        return levels(images, items)
+
+    def show(images, items):
+        time.sleep(0.1)
+        shown.append(items[0].prompt)
+        if shown[-1] == "lost":
+            raise OSError("the page is gone")
+
+    def is_waiting():
+        asked.append(len(shown))
+        return "lost" in shown or len(asked) < 3
+
+    def scores(prompt):
+        queue = make_queue(votes=score)
+        items = [ITEM, Item(5, prompt), ITEM]
+        queue.submit([gray(v) for v in (10, 20, 30)], items, range(3), [7, 8, 9])
+        polls = iter(40 * [False])
+        return queue.gathered(Accelerator(cpu=True), 3, lambda: next(polls))[:, 0].tolist()
+
+    score.compares_images = True
+    score.show = show
+    score.is_waiting = is_waiting
+    assert scores("a fox") == [10, 20, 30] and asked == [2, 2, 2]
+    with pytest.raises(ScoringError, match="votes: OSError: the page is gone"):
+        scores("lost")
