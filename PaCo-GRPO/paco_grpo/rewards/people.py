@@ -368,7 +368,7 @@ class VotePage:
                 "shown": shown,
                 "answered": answered,
                 "groups": groups,
-                "can_undo": bool(self._undo.get(query.get("tab", ""))) and self._is_open,
+                "can_undo": bool(self._undo.get(query.get("tab", ""))),
                 "last": self._result,
             }
 
