@@ -35,7 +35,7 @@ REWARDS: Groups = {
 }
 RESOLUTIONS: Groups = {
     "awm": ("trained at 64 px", BLUE, 8, -18),
-    "128px": ("trained at 128 px", ORANGE, -66, -34),
+    "128px": ("trained at 128 px", ORANGE, 30, -36),
 }
 AGGREGATIONS: Groups = {
     "product": ("product", "#1a7f37", 14, 8),
