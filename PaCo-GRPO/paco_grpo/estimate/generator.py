@@ -120,6 +120,8 @@ def measure_pieces(options: RunOptions, plan: Plan, objective: Objective) -> Pie
     _, tokens = text_lengths(policy, options)
     item = example(policy, options, options.train.resolution)
     shown = example(policy, options, test.resolution)
+    # Another text, because a policy keeps what it encoded.
+    shown = dataclasses.replace(shown, prompt=PROMPT.upper())
     noise = {}
     if sample.noise_steps:
         noise = {
@@ -314,9 +316,7 @@ def evaluation_flops(options: RunOptions, plan: Plan, pieces: Pieces) -> float |
     images = test.num_images or items
     batches = math.ceil(math.ceil(images / plan.num_processes) / test.batch_size)
     forwards = batches * test.num_steps / 2
-    # A text that is as long as in training was not encoded again (``_cached_texts``).
-    encode = shown.encode.flops or pieces.training.encode.flops
-    texts = min(images, items) / plan.num_processes * encode
+    texts = min(images, items) / plan.num_processes * shown.encode.flops
     return texts + forwards * shown.denoise.flops + batches * shown.decode.flops
 
 
