@@ -1,0 +1,6 @@
+"""The judges of the tests are PaCo-GRPO's."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "PaCo-GRPO" / "tests"))
