@@ -247,8 +247,8 @@ def test_a_reason_takes_what_is_worth_most_first_one_of_each_prompt(grids):
 
 def test_pairs_of_an_open_prompts_pictures(grids):
     """Of one and the next, and of different panels."""
-    found, _ = suspects.read_run(grids)
-    shown = [suspect.panels for suspect in found]
+    pairs, _ = suspects.read_run(grids)
+    shown = [suspect.panels for suspect in pairs]
     between = [(first, second) for first, second in shown if first.file != second.file]
     files = [(first.file.stem, second.file.stem) for first, second in between]
     assert files == [("00004", "00005"), ("00005", "00006")]
@@ -257,12 +257,12 @@ def test_pairs_of_an_open_prompts_pictures(grids):
 
 def test_the_judge_is_asked_equally_much_about_each_prompt(grids):
     """The seed decides about which pairs."""
-    found, _ = suspects.read_run(grids)
-    asked = [suspects.spread(found, 14, seed) for seed in (1, 2)]
+    pairs, _ = suspects.read_run(grids)
+    asked = [suspects.spread(pairs, 14, seed) for seed in (1, 2)]
     assert asked[0] != asked[1]
     for some in asked:
         assert set(Counter(suspect.prompt for suspect in some).values()) == {2}
-        assert some == sorted(some, key=found.index)
+        assert some == sorted(some, key=pairs.index)
 
 
 def test_a_pair_without_all_its_answers_is_left_out(grids, tmp_path):

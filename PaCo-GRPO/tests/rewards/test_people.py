@@ -174,7 +174,7 @@ def test_what_a_later_run_finds(tmp_path):
 
 def test_images_of_items_with_one_each_are_one_group(tmp_path):
     reward = begun(tmp_path)
-    found = []
+    counts = []
     for epoch, seeds in ((1, [10]), (2, [20, 21])):
         show(reward, epoch, FOX, seeds)
         show(reward, epoch, EDIT, [30])
@@ -183,8 +183,8 @@ def test_images_of_items_with_one_each_are_one_group(tmp_path):
             reward.page.answer({"picture": name, "answer": "dislike" if width == 30 else "like"})
         assert not reward.is_waiting()
         last = reward.page.state({})["last"]
-        found.append((last["groups"], last["left_out"]))
-    assert found == [(1, 0), (2, 2)]
+        counts.append((last["groups"], last["left_out"]))
+    assert counts == [(1, 0), (2, 2)]
     reward.close()
 
 
@@ -202,15 +202,15 @@ def test_when_the_next_pictures_come(tmp_path):
     reward.follow("sampling", 6, 24)
     least = 3 * (time.monotonic() - started[1])
     assert least <= seconds_left() <= 3 * (time.monotonic() - started[0])
-    found = []
+    remaining = []
     for epoch in (1, 2):
         show(reward, epoch, FOX, [10])
         reward.page.answer({"picture": names(reward)[10], "answer": "like"})
         assert not reward.is_waiting()
         for _ in range(2):
-            found.append(seconds_left())
+            remaining.append(seconds_left())
             time.sleep(0.15)
-    assert found[:2] == [None, None] and found[2] > found[3]
+    assert remaining[:2] == [None, None] and remaining[2] > remaining[3]
     reward.close()
 
 
